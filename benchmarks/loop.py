@@ -20,7 +20,6 @@ from benchmarks.sustained import LEARNING_RATE
 SETTINGS = (
     f"--optimizer.learning_rate={LEARNING_RATE}",
     "--optimizer.min_learning_rate=0",
-    "--optimizer.initial_learning_rate=0",
     "--checkpoint.every_steps=0",
     "--training.eval_every_steps=0",
 )

@@ -15,7 +15,8 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.layer_times import layer_times
-from megajax.layers.feed_forward.moe import ExpertsConfig, MoeConfig
+from megajax.layers.feed_forward.mlp import MlpConfig
+from megajax.layers.feed_forward.moe import ExpertsConfig
 from megajax.layers.feed_forward.router import RouterConfig
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.mesh.sharding import weight_shardings
@@ -53,9 +54,10 @@ def chained(layer):
 def measure(name: str, profiled: bool, **options) -> Iterator[str]:
     width, expert_width, experts, top_k, shared = LAYERS[name]
     num_devices = jax.device_count()
+    of_mlp = ("swiglu", False, 0.02, 0.02)
     config = ExpertsConfig(
-        moe=MoeConfig(experts, shared_dim=shared or None, router=RouterConfig(top_k=top_k)), embed_dim=width,
-        mlp_dim=expert_width, activation="swiglu", init_std=0.02, out_init_std=0.02, context="ring",
+        width, expert_width, *of_mlp, num_experts=experts, router=RouterConfig(top_k=top_k),
+        shared=MlpConfig(width, shared, *of_mlp) if shared else None, shared_gate=False, context="ring",
         **{"dispatch": "auto", "buffer": 1.5} | options,
     )  # fmt: skip
     graphdef, state = nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(params=0))))
@@ -63,7 +65,8 @@ def measure(name: str, profiled: bool, **options) -> Iterator[str]:
     mesh = make_mesh(MeshConfig(expert=num_devices))
 
     def layer(weights, x):
-        return nnx.merge(graphdef, structure.to_state(weights))(x)
+        y, _, terms = nnx.merge(graphdef, structure.to_state(weights))(x)
+        return y, terms
 
     def both_passes(weights, x, d_y):
         y, vjp, _ = jax.vjp(layer, weights, x, has_aux=True)

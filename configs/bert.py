@@ -89,7 +89,7 @@ def _bert(model: BertConfig, learning_rate: float) -> Config:
         data=DataConfig(source="mock"),
         optimizer=OptimizerConfig(
             learning_rate=learning_rate, min_learning_rate=0.0, schedule="linear", warmup_steps=10_000,
-            weight_decay=0.01, beta2=0.999, epsilon=1e-6,
+            weight_decay=0.01, betas=(0.9, 0.999), epsilon=1e-6,
         ),
         training=TrainingConfig(steps=1_000_000, global_batch_size=256, microbatch_size=32, sequence_length=512),
     )  # fmt: skip

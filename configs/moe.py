@@ -113,8 +113,7 @@ def deepseek_v3() -> Config:
         top_k=8,
         score="sigmoid",
         scale=2.5,
-        num_groups=8,
-        top_groups=4,
+        groups=(8, 4),
         bias_update_rate=1e-3,
         aux_loss=1e-4,
         aux_loss_scope="sequence",
@@ -161,7 +160,7 @@ def deepseek_v3_3layers() -> Config:
     """
     config = deepseek_v3()
     whole = config.model
-    router = dataclasses.replace(whole.moe.router, top_k=2, num_groups=4, top_groups=2)
+    router = dataclasses.replace(whole.moe.router, top_k=2, groups=(4, 2))
     moe = dataclasses.replace(whole.moe, num_experts=8, router=router)
     return dataclasses.replace(
         config,

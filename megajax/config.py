@@ -475,6 +475,15 @@ RENAMED = {
     "model.moe.layers": "model.pattern",
     "model.moe.router.sequence_aux_loss": "model.moe.router.aux_loss_scope=sequence",
     "model.moe.router.global_aux_loss": "model.moe.router.aux_loss_scope=batch",
+    "optimizer.beta1": "optimizer.betas=BETA1,BETA2",
+    "optimizer.beta2": "optimizer.betas=BETA1,BETA2",
+    "data.weights": "data.paths=WEIGHT,PATH,...",
+    "data.eval_weights": "data.eval_paths=WEIGHT,PATH,...",
+    "model.moe.router.num_groups": "model.moe.router.groups=GROUPS,GROUPS_PER_TOKEN",
+    "model.moe.router.top_groups": "model.moe.router.groups=GROUPS,GROUPS_PER_TOKEN",
+    "model.rope.short_factors": "model.rope.factors",
+    "model.rope.long_factors": "model.rope.factors",
+    "model.rope.truncate": "model.rope.scaling=yarn_exact",
     "optimizer.wsd_style": "optimizer.schedule=wsd_STYLE",
 } | {f"model.rope.{name}": "model.rope.ramp=LOW,HIGH" for name in ("low_frequency", "high_frequency")} | {
     f"model.rope.{name}": "model.rope.ramp=SLOW,FAST" for name in ("beta_slow", "beta_fast")

@@ -23,6 +23,10 @@ LAYER_AXES = ("chunks", "layers")  # axes along which one array holds several la
 STACK_AXES = (*LAYER_AXES, "experts")  # axes along which one array holds several matrices
 
 
+def _unchanged(value: jax.Array, observation: jax.Array) -> jax.Array:
+    return value
+
+
 @dataclasses.dataclass(frozen=True)
 class Parameter:
     axes: tuple[str, ...]
@@ -32,7 +36,7 @@ class Parameter:
     up), head (of the output), router, vector (bias, scale) or variable (not trained, updated by the step)."""
     num_inputs: int = 1
     """Of a matrix: how many dims, after those of the stack, a matmul contracts."""
-    update: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    update: Callable[[jax.Array, jax.Array], jax.Array] = _unchanged
     """Of a variable: (value, observation) -> value after a step; a module-level function, so that records can be
     compared."""
 

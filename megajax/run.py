@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.steps import newest_meta
@@ -39,7 +40,7 @@ from megajax.weights import start_from
 logger = logging.getLogger("megajax")
 
 
-def train(config: Config, program: Program | None = None) -> str:
+def train(config: Config, program: Program[Mesh] | None = None) -> str:
     """Builds everything that the config describes and trains -> "finished", "interrupted" or "already finished".
 
     program: of this config on all devices, if it has been made already; what it has compiled is not compiled again.
@@ -50,7 +51,7 @@ def train(config: Config, program: Program | None = None) -> str:
         return _train(config, watchdog, lock, program)
 
 
-def _train(config: Config, watchdog: Watchdog, lock: RunLock, program: Program | None) -> str:
+def _train(config: Config, watchdog: Watchdog, lock: RunLock, program: Program[Mesh] | None) -> str:
     watchdog.alive()
     with announced("starting the devices"):
         num_devices = jax.device_count()
@@ -193,7 +194,7 @@ def _check_data(datasets: Datasets, run_dir: Path) -> None:
     check_same_data(before, datasets.record, str(path))
 
 
-def record(config: Config, program: Program, datasets: Datasets) -> None:
+def record(config: Config, program: Program[Mesh], datasets: Datasets) -> None:
     """Writes config.json, data.json, the tokenizer and a line of starts.jsonl; only the first process calls this."""
     run_dir = Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -206,7 +207,7 @@ def record(config: Config, program: Program, datasets: Datasets) -> None:
 
 @contextlib.contextmanager
 def make_trainer(
-    config: Config, program: Program, datasets: Datasets, watchdog: Watchdog, lock: RunLock | None = None
+    config: Config, program: Program[Mesh], datasets: Datasets, watchdog: Watchdog, lock: RunLock | None = None
 ) -> Iterator[Trainer]:
     """The Trainer of a run on all devices; the mesh of the config must be resolved. lock: of the run directory; without
     it nothing is written there."""
@@ -237,13 +238,13 @@ def make_trainer(
                 running_seconds=running_seconds(run_dir / "metrics.jsonl"),
             ),
             watchdog=watchdog,
-            lock=lock,
+            lock=lock or RunLock(run_dir),
         )
     if writer is not None:
         writer.close()
 
 
-def make_program(config: Config) -> Program:
+def make_program(config: Config) -> Program[Mesh]:
     """The Program on all devices of all processes; the mesh of the config must be resolved."""
     return config.make_program(make_mesh(config.mesh))
 

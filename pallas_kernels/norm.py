@@ -102,7 +102,7 @@ def forward(
 def backward(
     s_RD: jax.Array, d_normed_RD: jax.Array, d_residual_RD: jax.Array, scale_D: jax.Array, *, centred: bool,
     epsilon: float, interpret: Any = None
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
     """-> (d_s [R, D] in s's dtype, d_scale, d_bias or None), the latter float32 [blocks, D], to be summed over blocks.
 
     s: the array that the forward pass normalised. centred: it was a LayerNorm, which has a bias.
@@ -187,8 +187,8 @@ def backward(
     scratch = [*[plgpu.SMEM((stages, *shape), s_RD.dtype)] * 3, plgpu.Barrier(num_arrivals=3, num_barriers=stages)]
     arrays = (a.reshape(rows, *shape) for a in (s_RD, d_normed_RD, d_residual_RD))
     outputs = _call(body, out, scratch, 3, blocks, warpgroups, interpret)(*arrays, scale_D.reshape(shape))
-    outputs = [a.reshape(-1, width) for a in outputs]
-    return tuple(outputs) if centred else (*outputs, None)
+    d_x, d_scale, *d_bias = (a.reshape(-1, width) for a in outputs)
+    return d_x, d_scale, d_bias[0] if centred else None
 
 
 def _means(pieces, width, parts, slot, interpret):
@@ -274,7 +274,10 @@ def _layout(shape: tuple[int, ...]):
 
 
 def _loader(shape: tuple[int, ...]):
-    return lambda ref, index=(): plgpu.load(ref, index, layout=_layout(shape)).astype(jnp.float32)
+    def load(ref, index: Any = ()):
+        return plgpu.load(ref, index, layout=_layout(shape)).astype(jnp.float32)
+
+    return load
 
 
 def _call(body, out, scratch, values, blocks, warpgroups, interpret):

@@ -21,6 +21,7 @@ Pages without any of the last `window` tokens are not read, and other contents o
 Refused: see `problem`.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -98,14 +99,11 @@ def decode(
     most_tokens = table_BP.shape[1] * page_size
     parts = parts or num_parts(batch, kv_heads, min(most_tokens, window or most_tokens), is_int8, block)
     q_BKRH = jnp.pad(q_BNH.reshape(batch, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, rows - group), (0, 0)))
-    body = functools.partial(
-        _body, page_size=page_size, scale=scale, window=window, soft_cap=soft_cap, parts=parts, block=block,
-        stages=stages, is_int8=is_int8
-    )  # fmt: skip
+    plan = _Plan(page_size, scale, window, soft_cap, parts, block, stages, is_int8)
     copies = (4 if is_int8 else 2) * (block // page_size)
     scales = (scales_ZCKS.reshape(num_pages, -1, page_size),) if is_int8 else ()
     results = plgpu.kernel(
-        body,
+        functools.partial(_body, plan),
         out_type=[
             jax.ShapeDtypeStruct((batch, kv_heads, parts, rows, head_dim), jnp.float32),
             jax.ShapeDtypeStruct((batch, kv_heads, parts, 2, rows), jnp.float32),
@@ -138,116 +136,149 @@ def _join(sums_BKpRH, stats_BKp2R):
     return out_BKRH, (most_BKR + jnp.log2(total_BKR)) / LOG2E
 
 
-def _body(
-    q_ref, pages_ref, table_ref, lengths_ref, *refs, page_size, scale, window, soft_cap, parts, block,
-    stages, is_int8
-):  # fmt: skip
-    if is_int8:
-        scales_ref, *refs = refs
-    sums_ref, stats_ref, q_ready, full, q_smem, probs_smem, keys_smem, values_smem, *for_int8 = refs
-    kv_heads, rows, head_dim = q_ref.shape[1:]
-    dtype = q_ref.dtype
-    sequence, head, part = (lax.axis_index(name) for name in ("sequence", "head", "part"))
-    heads = head, pages_ref.shape[1] - kv_heads + head  # of its keys, and of its values, among those of a page
-    length = lengths_ref[sequence]
-    start = jnp.maximum(length - window, 0) if window else 0
-    begin = lax.div(start, block)
-    end = lax.div(length + block - 1, block)
-    first, last = (begin + lax.div((part + i) * (end - begin), parts) for i in range(2))
-    by_token = plgpu.Layout.WGMMA.reduce(1)
-    by_query = plgpu.Layout.WGMMA.reduce(0)
-    pages = range(block // page_size)
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    page_size: int
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    parts: int
+    block: int
+    stages: int
+    is_int8: bool
 
-    def pages_of(step):
+
+class _Part:
+    """What a block computes: a part of a sequence, for one kv head."""
+
+    def __init__(self, plan: _Plan, q_ref, pages_ref, table_ref, lengths_ref, *refs):
+        self.plan = plan
+        self.scales_ref, *refs = refs if plan.is_int8 else (None, *refs)
+        self.sums_ref, self.stats_ref, self.q_ready, self.full, self.q, self.probs, self.keys, self.values, *more = refs
+        self.scales, self.converted = more if plan.is_int8 else (None, None)
+        self.q_ref = q_ref
+        self.pages_ref = pages_ref
+        self.table_ref = table_ref
+        kv_heads, self.rows, self.head_dim = q_ref.shape[1:]
+        self.sequence, self.head, self.part = (lax.axis_index(name) for name in ("sequence", "head", "part"))
+        # Of its keys, and of its values, among those of a page.
+        self.heads = self.head, pages_ref.shape[1] - kv_heads + self.head
+        self.length = lengths_ref[self.sequence]
+        self.start = jnp.maximum(self.length - plan.window, 0) if plan.window else 0
+        begin = lax.div(self.start, plan.block)
+        end = lax.div(self.length + plan.block - 1, plan.block)
+        self.first, self.last = (begin + lax.div((self.part + i) * (end - begin), plan.parts) for i in range(2))
+        self.pages = range(plan.block // plan.page_size)
+
+    def run(self) -> None:
+        stages = self.plan.stages
+        numbers = [self.pages_of(self.first + i) for i in range(stages + 1)]
+        plgpu.copy_gmem_to_smem(self.q_ref.at[self.sequence, self.head], self.q, self.q_ready)
+        for i in range(stages):
+            pl.when(self.first + i < self.last)(lambda i=i: self.copy(self.first + i, numbers[i]))
+        plgpu.barrier_wait(self.q_ready)
+
+        def zeros(height):
+            return plgpu.layout_cast(jnp.zeros((height, self.rows), jnp.float32), plgpu.Layout.WGMMA)
+
+        by_query = plgpu.Layout.WGMMA.reduce(0)
+        most = plgpu.layout_cast(jnp.full((self.rows,), MASKED_SCORE, jnp.float32), by_query)
+        carry = zeros(self.head_dim), most, zeros(self.plan.block), numbers[stages]
+        sums, most, total, _ = lax.fori_loop(self.first, self.last, self.one_step, carry)
+        _store_transposed(self.sums_ref.at[self.sequence, self.head, self.part], sums)
+        self.stats_ref[self.sequence, self.head, self.part, 0] = most
+        self.stats_ref[self.sequence, self.head, self.part, 1] = jnp.sum(total, 0)
+
+    def one_step(self, step, carry):
+        sums, most, total, next_numbers = carry
+        slot = lax.rem(step - self.first, self.plan.stages)
+        plgpu.barrier_wait(self.full.at[slot])
+        keys, values, key_scales, value_scales = self.loaded(step, slot)
+        scores, seen = self.masked_scores(step, keys, key_scales)
+        new_most = jnp.maximum(most, jnp.max(scores, 0))
+        probs = jnp.exp2(scores - _wide(new_most, 1, scores.shape))
+        alpha = jnp.exp2(most - new_most)
+        total = total * _wide(alpha, 1, scores.shape) + probs
+        if value_scales is not None:
+            probs = jnp.where(seen, probs * _wide(value_scales, 0, scores.shape), 0.0)
+        _store_transposed(self.probs, probs.astype(self.q_ref.dtype))
+        plgpu.commit_smem()
+        before = sums * _wide(alpha, 1, sums.shape)
+        sums = _product(values, self.probs, before, transposed=True)
+        plgpu.commit_smem()  # all threads have read this slot
+        stages = self.plan.stages
+        pl.when(step + stages < self.last)(lambda: self.copy(step + stages, next_numbers))
+        return sums, new_most, total, self.pages_of(step + 1 + stages)
+
+    def pages_of(self, step):
         """Pages without visible tokens are not read: a visible page is used in their place."""
+        size = self.plan.page_size
 
         def number(page):
-            return jnp.clip(step * len(pages) + page, lax.div(start, page_size), lax.div(length - 1, page_size))
+            place = step * len(self.pages) + page
+            return jnp.clip(place, lax.div(self.start, size), lax.div(self.length - 1, size))
 
-        return tuple(table_ref[sequence, number(page)] for page in pages)
+        return tuple(self.table_ref[self.sequence, number(page)] for page in self.pages)
 
-    def is_seen(step, shape):
-        position = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), plgpu.Layout.WGMMA) + step * block
-        return (position >= start) & (position < length)
+    def copy(self, step, numbers):
+        """Starts the copies of a step to its slot."""
+        slot = lax.rem(step - self.first, self.plan.stages)
+        for page, number in zip(self.pages, numbers, strict=True):
+            tokens = pl.ds(page * self.plan.page_size, self.plan.page_size)
+            for i, target in enumerate((self.keys, self.values)):
+                source = self.pages_ref.at[number, self.heads[i]]
+                plgpu.copy_gmem_to_smem(source, target.at[slot, tokens], self.full.at[slot])
+                if self.scales_ref is not None and self.scales is not None:
+                    scales = self.scales.at[slot, i, tokens]
+                    plgpu.copy_gmem_to_smem(self.scales_ref.at[number, self.heads[i]], scales, self.full.at[slot])
 
-    def copy(step, numbers):
-        slot = lax.rem(step - first, stages)
-        for page, number in zip(pages, numbers, strict=True):
-            tokens = pl.ds(page * page_size, page_size)
-            for i, target in enumerate((keys_smem, values_smem)):
-                plgpu.copy_gmem_to_smem(pages_ref.at[number, heads[i]], target.at[slot, tokens], full.at[slot])
-                if is_int8:
-                    scales_smem = for_int8[0].at[slot, i, tokens]
-                    plgpu.copy_gmem_to_smem(scales_ref.at[number, heads[i]], scales_smem, full.at[slot])
+    def loaded(self, step, slot):
+        """-> (keys, values in shared memory, scales of both, or None)."""
+        keys = self.keys.at[slot]
+        values = self.values.at[slot]
+        if self.scales is None or self.converted is None:
+            block = self.plan.block
 
-    def one_step(step, carry):
-        sums, most, total, next_numbers = carry
-        slot = lax.rem(step - first, stages)
-        plgpu.barrier_wait(full.at[slot])
-        keys = keys_smem.at[slot]
-        values = values_smem.at[slot]
-        if is_int8:
-            scales_smem, converted = for_int8
-
-            def convert(ref):
-                return plgpu.load(ref, (), layout=plgpu.Layout.WGMMA_UPCAST_2X).astype(dtype)
-
-            scales = [plgpu.load(scales_smem, (slot, i), layout=by_token) for i in range(2)]
-            converted[...] = convert(values)
-            keys = plgpu.layout_cast(convert(keys), plgpu.Layout.WGMMA)
-            values = converted
-        else:
             # 0 * NaN is NaN, so masked values must be zeroed.
-            @pl.when((step * block < start) | ((step + 1) * block > length))
+            @pl.when((step * block < self.start) | ((step + 1) * block > self.length))
             def _clear():
                 loaded = plgpu.load(values, (), layout=plgpu.Layout.WGMMA)
-                values[...] = jnp.where(is_seen(step, (block, head_dim)), loaded, jnp.zeros_like(loaded))
+                values[...] = jnp.where(self.is_seen(step, (block, self.head_dim)), loaded, jnp.zeros_like(loaded))
 
-        scores = _product(keys, q_smem)
+            return keys, values, None, None
 
-        def wide(a, dim, shape=scores.shape):
-            return lax.broadcast_in_dim(a, shape, [dim])
+        def convert(ref):
+            return plgpu.load(ref, (), layout=plgpu.Layout.WGMMA_UPCAST_2X).astype(self.q_ref.dtype)
 
-        if is_int8:
-            scores *= wide(scales[0], 0)
+        by_token = plgpu.Layout.WGMMA.reduce(1)
+        scales = [plgpu.load(self.scales, (slot, i), layout=by_token) for i in range(2)]
+        self.converted[...] = convert(values)
+        return plgpu.layout_cast(convert(keys), plgpu.Layout.WGMMA), self.converted, *scales
+
+    def masked_scores(self, step, keys, key_scales):
+        """-> (scores times log2 e, minus infinity for tokens that are not seen; whether these are seen)."""
+        scale, soft_cap = self.plan.scale, self.plan.soft_cap
+        scores = _product(keys, self.q)
+        if key_scales is not None:
+            scores *= _wide(key_scales, 0, scores.shape)
         factor = LOG2E if soft_cap else scale * LOG2E
         if soft_cap:
             scores = soft_cap * jnp.tanh(scores * (scale / soft_cap))
-        seen = is_seen(step, scores.shape)
-        scores = jnp.where(seen, scores * factor, -jnp.inf)
-        new_most = jnp.maximum(most, jnp.max(scores, 0))
-        probs = jnp.exp2(scores - wide(new_most, 1))
-        alpha = jnp.exp2(most - new_most)
-        total = total * wide(alpha, 1) + probs
-        if is_int8:
-            probs = jnp.where(seen, probs * wide(scales[1], 0), 0.0)
-        _store_transposed(probs_smem, probs.astype(dtype))
-        plgpu.commit_smem()
-        before = sums * wide(alpha, 1, sums.shape)
-        sums = _product(values, probs_smem, before, transposed=True)
-        plgpu.commit_smem()  # all threads have read this slot
+        seen = self.is_seen(step, scores.shape)
+        return jnp.where(seen, scores * factor, -jnp.inf), seen
 
-        @pl.when(step + stages < last)
-        def _refill():
-            copy(step + stages, next_numbers)
+    def is_seen(self, step, shape):
+        index = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), plgpu.Layout.WGMMA)
+        position = index + step * self.plan.block
+        return (position >= self.start) & (position < self.length)
 
-        return sums, new_most, total, pages_of(step + 1 + stages)
 
-    numbers = [pages_of(first + i) for i in range(stages + 1)]
-    plgpu.copy_gmem_to_smem(q_ref.at[sequence, head], q_smem, q_ready)
-    for i in range(stages):
-        pl.when(first + i < last)(lambda i=i: copy(first + i, numbers[i]))
-    plgpu.barrier_wait(q_ready)
+def _body(plan: _Plan, *refs):
+    _Part(plan, *refs).run()
 
-    def zeros(height):
-        return plgpu.layout_cast(jnp.zeros((height, rows), jnp.float32), plgpu.Layout.WGMMA)
 
-    most = plgpu.layout_cast(jnp.full((rows,), MASKED_SCORE, jnp.float32), by_query)
-    carry = zeros(head_dim), most, zeros(block), numbers[stages]
-    sums, most, total, _ = lax.fori_loop(first, last, one_step, carry)
-    _store_transposed(sums_ref.at[sequence, head, part], sums)
-    stats_ref[sequence, head, part, 0] = most
-    stats_ref[sequence, head, part, 1] = jnp.sum(total, 0)
+def _wide(a, dim: int, shape):
+    return lax.broadcast_in_dim(a, shape, [dim])
 
 
 def _product(a, b_ref, before=None, transposed=False):

@@ -101,10 +101,6 @@ CASES = {
         ["--mesh.virtual_stages=2"],
         ["mesh.virtual_stages=2", "there is no pipeline", "set --mesh.pipeline"],
     ),
-    "virtual stages with gpipe": (
-        ["--mesh.data=4", "--mesh.pipeline=2", "--mesh.virtual_stages=2", "--mesh.pipeline_schedule=gpipe"],
-        ["mesh.virtual_stages=2", "--mesh.pipeline_schedule=1f1b"],
-    ),
     "loop of layers in a pipeline": (
         ["--mesh.data=4", "--mesh.pipeline=2", "--execution.scan_layers=True", "--training.microbatch_size=1"],
         ["execution.scan_layers=True", "remove it"],
@@ -182,10 +178,6 @@ CASES = {
     ),
     "a field that has moved to the task": (["--data.kind=spans"], ["--data.kind is now --task.kind"]),
     "an unknown task": (["--task.kind=documents"], ["task.kind=documents is unknown", "language"]),
-    "mode of Weights & Biases without a project": (
-        ["--logging.wandb_mode=online"],
-        ["logging.wandb_mode=online", "set --logging.wandb_project, or use --logging.wandb_mode=offline"],
-    ),
     "profile after the end": (
         ["--training.steps=150", "--launch.profile_steps=200,205"],
         ["launch.profile_steps=200,205", "training.steps=150", "profile earlier steps"],

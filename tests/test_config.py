@@ -59,7 +59,7 @@ def value_of(config: Config, name: str):
         (["--data.eval_paths=a,b/c-d"], "data.eval_paths", ("a", "b/c-d")),
         (["--data.eval_paths", "a", "b"], "data.eval_paths", ("a", "b")),
         (["--data.text="], "data.text", ()),
-        (["--data.weights=0.3,7"], "data.weights", (0.3, 7.0)),
+        (["--data.split=9,0.5,0"], "data.split", (9.0, 0.5, 0.0)),
         (["--training.batch_size_rampup=4,4,64"], "training.batch_size_rampup", (4, 4, 64)),
         (["--training.batch_size_rampup=None"], "training.batch_size_rampup", None),
         (["--training.global-batch-size=32"], "training.global_batch_size", 32),
@@ -91,7 +91,10 @@ def test_several_overrides_at_once():
         ("--optimizer.learning_rate=fast", ["optimizer.learning_rate", "'fast'", "a finite number"]),
         ("--model.tied_embeddings=1", ["model.tied_embeddings", "True or False"]),
         ("--model.num_kv_heads=few", ["model.num_kv_heads", "a whole number (int32), at least 1, or None"]),
-        ("--model.rope.scaling=llama4", ["model.rope.scaling", "one of none, linear, dynamic, llama3, yarn, longrope"]),
+        (
+            "--model.rope.scaling=llama4",
+            ["model.rope.scaling", "one of none, linear, dynamic, llama3, yarn, yarn_exact, longrope"],
+        ),
         (
             "--training.batch_size_rampup=4,4",
             [
@@ -101,7 +104,10 @@ def test_several_overrides_at_once():
                 "at least 0, or None",
             ],
         ),
-        ("--data.weights=0.3,x", ["data.weights", "a list of finite numbers (float32), separated by commas, above 0"]),
+        (
+            "--model.rope.factors=0.3,x",
+            ["rope.factors", "a list of finite numbers (float32), separated by commas, above 0"],
+        ),
         ("--data.split=1,2", ["data.split", "3 finite numbers (float32), separated by commas, at least 0"]),
         (
             "--optimizer.loss_scale=1,1",
@@ -158,7 +164,7 @@ def test_json_round_trip_is_equality(name):
         config,
         training=dataclasses.replace(config.training, batch_size_rampup=(1, 1, 3)),
         launch=LaunchConfig(profile_steps=(2, 4)),
-        data=dataclasses.replace(config.data, paths=("a", "b"), weights=(0.5, 1.5)),
+        data=dataclasses.replace(config.data, paths=("0.5", "a", "1.5", "b")),
     )
     assert Config.from_json(config.to_json()) == config
 

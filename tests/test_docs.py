@@ -55,3 +55,16 @@ def test_list_follows_an_empty_line(page):
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     item = r"(?:- |\d+\. )"
     assert re.findall(rf"^(?!{item}|  ).+\n{item}.*", text, flags=re.MULTILINE) == []
+
+
+def test_the_map_of_the_code_names_what_exists():
+    """`file.py:name`, relative to megajax/ or to the root; and every folder of megajax/ is in the table of rooms."""
+    text = (ROOT / "docs/design.md").read_text()
+    named = re.findall(r"`([\w/]+\.py):(\w+)`", text)
+    assert len(named) > 20
+    for file, name in named:
+        path = next(path for path in (ROOT / "megajax" / file, ROOT / file) if path.is_file())
+        defined = rf"^(?:class|def) {name}\b|^{name}\b|import .*\b{name}\b"
+        assert re.search(defined, path.read_text(), re.MULTILINE), file
+    rooms = {path.parent.name for path in (ROOT / "megajax").glob("*/__init__.py")}
+    assert sorted(room for room in rooms if f"`{room}/`" not in text) == []

@@ -42,7 +42,6 @@ TINY = {
     "model.num_heads": 2,
     "model.vocab_size": 512,
     "data.text": "texts",
-    "data.num_threads": 0,
     "training.steps": 4,
     "training.sequence_length": 32,
     "training.global_batch_size": 8,

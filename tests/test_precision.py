@@ -5,16 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.checkpoint.checkpointer import Checkpointer
-from megajax.checkpoint.config import CheckpointConfig
-from megajax.mesh.config import MeshConfig, make_mesh
-from megajax.mesh.sharding import with_shardings
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.optim.config import OptimizerConfig
 from megajax.optim.optimizer import Optimizer
 from megajax.parameters import name_of
-from megajax.precision import PrecisionConfig, cast_floating
+from megajax.precision import PrecisionConfig
 
 SIZES = DecoderConfig(num_layers=1, embed_dim=8, num_heads=2, mlp_dim=16, vocab_size=32, vocab_multiple=8)
 
@@ -43,16 +39,3 @@ def test_norm_scales_and_biases_move_by_the_learning_rate_and_matrices_are_store
     for name, record in records.items():
         assert new[name].dtype == (jnp.bfloat16 if record.is_cast else jnp.float32), name
     assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {np.dtype(np.float32), np.dtype(np.int32)}
-
-
-def test_a_checkpoint_from_when_norm_scales_were_bfloat16_is_read(model, tmp_path):
-    old = cast_floating(model.init(0), jnp.bfloat16)
-    with Checkpointer(tmp_path, CheckpointConfig()) as checkpointer:
-        checkpointer.write(1, {"params": old}, {"step": 1})
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    target = with_shardings(model.abstract_weights, model.shardings(mesh))
-    with Checkpointer(tmp_path, None) as checkpointer:
-        restored = checkpointer.restore_params(1, target, {})
-    for name, leaf in named(restored).items():
-        assert leaf.dtype == named(target)[name].dtype
-        np.testing.assert_array_equal(np.asarray(leaf, np.float32), np.asarray(named(old)[name], np.float32))

@@ -63,7 +63,7 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder) / "x")
         paths = (str(Path(folder) / "x"),)
-        fields = dict(tokenizer=f"null:{VOCAB}", cache_dir=folder, num_threads=0)
+        fields = dict(tokenizer=f"null:{VOCAB}", cache_dir=folder)
         config = DataConfig("indexed", paths, split=(1, 0, 0), **fields)
         for name, task in TASKS.items():
             found = tokens_per_second(config, task, int(values["sequence_length"]), float(values["seconds"]))

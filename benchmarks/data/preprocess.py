@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable
 
 from benchmarks.command_line import only, run
+from megajax.data.prepare.read_input import Reader
+from megajax.data.prepare.train_tokenizer import train_tokenizer
 from megajax.data.prepare.write_tokens import preprocess
 from megajax.data.tokenizers.load import load_tokenizer
-from megajax.data.tokenizers.train_sentencepiece import train_sentencepiece
 
 
 def texts(num_bytes: int) -> list[tuple[str, str]]:
@@ -76,9 +77,13 @@ def main(arguments: list[str]) -> None:
             file.writelines(json.dumps({"text": text}) + "\n" for text in documents)
         specs = {
             "bytes": "bytes",
-            "SentencePiece": train_sentencepiece(
-                [path for path, _ in files], os.path.join(folder, "sample"), int(values["vocab"])
-            ),
+            "SentencePiece": train_tokenizer(
+                [path for path, _ in files],
+                f"sentencepiece:{values['vocab']}",
+                os.path.join(folder, "sample"),
+                Reader(),
+                "raise",
+            ),  # fmt: skip
             "tokenizer.json": train_tokenizer_json(documents, folder, int(values["vocab"])),
         }
         print(f"{megabytes:.1f} MB of text, {len(documents)} documents, {int(values['vocab'])} pieces")

@@ -27,7 +27,7 @@ from benchmarks.command_line import only, run
 from benchmarks.records import ROOT, commit, save
 
 MODEL = (
-    "--data.source=mock", "--data.text=", "--data.tokenizer=null:511", "--data.num_threads=1",
+    "--data.source=mock", "--data.text=", "--data.tokenizer=null:511", 
     "--model.num_layers=4", "--model.embed_dim=64", "--model.num_heads=4", "--model.mlp_dim=256",
     "--model.vocab_size=512", "--model.dropout=0.1", "--training.sequence_length=128", "--mesh.data=1",
     "--training.global_batch_size=8", "--training.log_every_steps=1", "--training.eval_every_steps=0",

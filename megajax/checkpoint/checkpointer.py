@@ -14,7 +14,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,14 @@ from megajax.checkpoint.config import CheckpointConfig, Kept
 from megajax.checkpoint.layout import Rows, of_layers, saved_rows, stored_form, wanted_form
 from megajax.checkpoint.local import LocalSnapshots, run_folder
 from megajax.checkpoint.steps import read_meta
-from megajax.checkpoint.verify import as_stored, differing, digests, on_all_processes, sealed
+from megajax.checkpoint.verify import (
+    as_stored,
+    damaged_arrays,
+    digests,
+    on_all_processes,
+    on_each_process,
+    sealed,
+)
 from megajax.terminal.one_line import in_one_line
 
 logger = logging.getLogger("megajax")
@@ -62,20 +69,19 @@ class Checkpointer:
         self.folder = self.run_dir / "checkpoints"
         self.failed_saves = 0
         self._failure_logged = -math.inf
-        self._config = config
         self._left_unfinished = False
-        self._kept = Kept(config or CheckpointConfig(keep=0))
-        self._manager = self._open()
+        self._config = config or CheckpointConfig(keep=0)
+        self._kept = Kept(self._config)
+        self._manager = self._open(writes=config is not None)
         self._local = None
-        if config is not None and config.local_dir:
-            self._local = LocalSnapshots(run_folder(config.local_dir, self.run_dir))
-        if config is not None and config.keep_best:
+        if self._config.local_dir:
+            self._local = LocalSnapshots(run_folder(self._config.local_dir, self.run_dir))
+        if self._config.keep_best:
             for step in self.steps():
                 with contextlib.suppress(Exception):  # restore_newest reports damage
                     self._kept.evaluated(step, self.read_meta(step))
 
-    def _open(self) -> _Manager:
-        writes = self._config is not None
+    def _open(self, *, writes: bool) -> _Manager:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self._kept,
             enable_async_checkpointing=writes,
@@ -110,19 +116,15 @@ class Checkpointer:
         meta: JSON values; its eval_loss, if present, decides whether the step is one of checkpoint.keep_best. Errors,
         immediate or in the background, are logged and counted in `failed_saves`; the next save tries again.
         """
-        try:  # an error of the previous save must not prevent this one
+        with self._counted("checkpoint"):  # an error of the previous save must not prevent this one
             self.wait()
-        except Exception as error:
-            self._failed(error)
-        try:
+        with self._counted("checkpoint"):
             self._clear_failed()
             self.write(step, {"params": params, "optimizer": optimizer_state}, meta)
-        except Exception as error:  # a full, missing or slow disk: training continues
-            self._failed(error)
 
     def is_due(self, step: int) -> bool:
         """Whether checkpoint.every_steps requires a checkpoint of this step."""
-        every = self._config.every_steps if self._config else 0
+        every = self._config.every_steps
         return bool(every) and step % every == 0
 
     def is_saving(self) -> bool:
@@ -133,26 +135,22 @@ class Checkpointer:
         return self._local is not None and step % self._config.local_every_steps == 0
 
     def save_local(self, step: int, params, optimizer_state, meta: dict[str, Any]) -> None:
-        """Like `save`, but to the fast local disk of each machine."""
+        """Like `save`, but to the fast local disk of each machine, if there is one."""
+        if self._local is None:
+            return
         trees = {"params": params, "optimizer": optimizer_state}
         self.wait_for_local()
-        try:
+        with self._counted("local snapshot"):
             self._local.save(step, trees, _sealed(step, trees, meta))
-        except Exception as error:
-            self._failed(error, local=True)
 
     def check(self) -> None:
         """Checks whether a background save has failed; does not wait for one in progress."""
-        try:
+        with self._counted("checkpoint"):
             if not self.is_saving():
                 self.wait()
-        except Exception as error:
-            self._failed(error)
-        try:
+        with self._counted("local snapshot"):
             if self._local is not None:
                 self._local.check()
-        except Exception as error:
-            self._failed(error, local=True)
 
     def _clear_failed(self) -> None:
         """Removes remains of failed saves, which may be filling the disk, and reloads the list of steps, from which
@@ -165,14 +163,17 @@ class Checkpointer:
         self._manager.reload()
         self._left_unfinished = False
 
-    def _failed(self, error: Exception, local: bool = False) -> None:
-        self.failed_saves += 1
-        self._left_unfinished |= not local
-        if time.monotonic() - self._failure_logged < SAME_FAILURE_SECONDS:
-            return
-        self._failure_logged = time.monotonic()
-        what = "local snapshot" if local else "checkpoint"
-        logger.error("a %s could not be saved (failure %d): %s", what, self.failed_saves, in_one_line(error))
+    @contextlib.contextmanager
+    def _counted(self, what: str) -> Iterator[None]:
+        """Counts and logs an error of a save (a full, missing or slow disk): training continues."""
+        try:
+            yield
+        except Exception as error:
+            self.failed_saves += 1
+            self._left_unfinished |= what == "checkpoint"
+            if time.monotonic() - self._failure_logged >= SAME_FAILURE_SECONDS:
+                self._failure_logged = time.monotonic()
+                logger.error("a %s could not be saved (failure %d): %s", what, self.failed_saves, in_one_line(error))
 
     def write(self, step: int, trees: dict[str, Any], meta: dict[str, Any]) -> None:
         """Starts saving {item: tree of arrays}, like `save`, but raises errors, here or in `wait`."""
@@ -181,8 +182,8 @@ class Checkpointer:
         self._kept.evaluated(step, meta)
         items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
         items["params"] = ocp.args.StandardSave(trees["params"], _by_layer(trees["params"], meta.get("layer_rows", {})))
-        items["meta"] = ocp.args.JsonSave(_sealed(step, trees, meta))
-        self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+        args = ocp.args.Composite(**items, meta=ocp.args.JsonSave(_sealed(step, trees, meta)))
+        self._manager.save(step, args=args, force=True)
 
     def _point_latest(self, step: int) -> None:
         """Points run_dir/latest to checkpoints/STEP atomically, because another process may be reading it."""
@@ -234,8 +235,8 @@ class Checkpointer:
 
     def _restore_local(self, after: int, up_to: float, trees: dict, layer_rows: Rows) -> tuple | None:
         """A local snapshot between these steps, in the form that `restore_newest` returns."""
-        found = self._local and self._local.restore(after, up_to, trees, layer_rows)
-        if not found:
+        found = None if self._local is None else self._local.restore(after, up_to, trees, layer_rows)
+        if found is None:
             return None
         step, trees, meta = found
         return step, trees["params"], trees["optimizer"], meta
@@ -289,26 +290,13 @@ class Checkpointer:
         return self._restore(step, dict(params=abstract_params), layer_rows)[0]["params"]
 
     def _restore(self, step: int, abstract: dict, wanted: Rows) -> tuple[dict, dict]:
-        problem = None
-        read = None
-        try:
-            read = self._read(step, abstract, wanted)
-        except Exception as error:
-            problem = error
-        # What follows is a computation of all processes, so all of them take part or none.
-        if not on_all_processes(problem is None):
-            raise problem or ValueError(f"another process could not read {self.folder / str(step)}")
-        restored, saved, stored, meta = read
-        wrong = [f"{name}{path}" for name in abstract for path in differing(saved.get(name, {}), restored[name])]
-        if wrong:
-            raise ValueError(
-                f"{self.folder / str(step)} is damaged: {', '.join(wrong[:4])}{' ...' if len(wrong) > 4 else ''} "
-                f"{'is' if len(wrong) == 1 else 'are'} not what was saved; use another step"
-            )
+        restored, saved, stored, meta = on_each_process(lambda: self._read(step, abstract, wanted))
+        if damage := damaged_arrays(saved, restored):
+            raise ValueError(f"{self.folder / str(step)} is damaged: {damage}; use another step")
         moved = {name: wanted_form(restored[name], tree, stored, wanted) for name, tree in abstract.items()}
         return {name: jax.tree.map(_cast, moved[name], tree) for name, tree in abstract.items()}, meta
 
-    def _read(self, step: int, abstract: dict, wanted: Rows) -> tuple[dict, dict, Rows, dict]:
+    def _read(self, step: int, abstract: dict, wanted: Rows) -> tuple[Any, dict, Rows, dict]:
         """-> (trees as they are stored, digests, rows of the layers, metadata)."""
         meta = self.read_meta(step)
         try:
@@ -331,19 +319,17 @@ class Checkpointer:
         self._manager.wait_until_finished()
 
     def wait_for_local(self) -> None:
-        try:
-            self._local.wait()
-        except Exception as error:
-            self._failed(error, local=True)
+        """Waits until the last local snapshot is written; an error is counted."""
+        with self._counted("local snapshot"):
+            if self._local is not None:
+                self._local.wait()
 
     def __enter__(self) -> "Checkpointer":
         return self
 
     def __exit__(self, *_) -> None:
-        try:
+        with self._counted("checkpoint"):  # an error must not hide the one that ended the run
             self.wait()
-        except Exception as error:  # must not hide the one that ended the run
-            self._failed(error)
         self._manager.close()
         if self._local is not None:
             self.wait_for_local()

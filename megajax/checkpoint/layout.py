@@ -17,6 +17,11 @@ Rows = dict[str, np.ndarray]
 """{"stack.kind": int32 layer number of each row of its arrays, -1 for padding}."""
 
 
+def recorded(rows: Rows) -> dict[str, dict[str, list]]:
+    """The part of the metadata of a step from which `saved_rows` reads them."""
+    return {"layer_rows": {stack: numbers.tolist() for stack, numbers in rows.items()}}
+
+
 def saved_rows(meta: dict, wanted: Rows) -> Rows:
     """The rows of the arrays of a checkpoint, from its metadata. Raises ValueError if it does not have the wanted
     layers."""

@@ -24,7 +24,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
 from megajax.checkpoint.layout import Rows, saved_rows
-from megajax.checkpoint.verify import differing, on_all_processes, unsealed
+from megajax.checkpoint.verify import damaged_arrays, on_all_processes, on_each_process, unsealed
 
 logger = logging.getLogger("megajax")
 
@@ -148,7 +148,7 @@ class LocalSnapshots:
             new.mkdir(parents=True, exist_ok=True)
             with (new / "arrays").open("wb", buffering=0) as file:
                 for block in blocks:
-                    waiting = memoryview(block)
+                    waiting = block.data
                     while waiting:  # Linux writes at most 2 GB at once
                         waiting = waiting[file.write(waiting) :]
             (new / "index.json").write_text(json.dumps(index))
@@ -163,20 +163,13 @@ class LocalSnapshots:
 
     def _read_verified(self, step: int, abstract: dict[str, Any], layer_rows: Rows) -> tuple[dict, dict] | str:
         """-> (trees, meta), or the reason why not; all processes agree on which."""
-        problem = ""
-        found = None
         try:
-            found = self._read(step, abstract, layer_rows)
+            trees, meta = on_each_process(lambda: self._read(step, abstract, layer_rows))
         except Exception as error:  # in any case the shared checkpoint can be used
-            problem = str(error) or type(error).__name__
-        if not on_all_processes(found is not None):
-            return problem or "another process logs why"
-        trees, meta = found
-        saved = meta.pop("digests")
-        wrong = [f"{name}{path}" for name in trees for path in differing(saved.get(name, {}), trees[name])]
-        if not on_all_processes(not wrong):
-            return f"{', '.join(wrong[:4])} {'is' if len(wrong) == 1 else 'are'} not what was saved"
-        return trees, meta
+            return str(error) or type(error).__name__
+        damage = damaged_arrays(meta.pop("digests"), trees)
+        # Of a replicated array, only some processes may have a damaged copy.
+        return (trees, meta) if on_all_processes(not damage) else damage or "another process logs why"
 
     def _read(self, step: int, abstract: dict[str, Any], layer_rows: Rows) -> tuple[dict, dict]:
         """-> (trees, meta). Raises ValueError if the snapshot does not have the shards that are needed here."""
@@ -230,7 +223,9 @@ def _array(path: str, wanted: jax.ShapeDtypeStruct, stored: dict, file) -> jax.A
     offsets = {tuple(map(tuple, bounds)): offset for bounds, offset in stored["shards"]}
     pieces = []
     blocks = {}
-    for device, index in wanted.sharding.addressable_devices_indices_map(wanted.shape).items():
+    for device, index in wanted.sharding.devices_indices_map(wanted.shape).items():
+        if device.process_index != jax.process_index():
+            continue
         bounds = _bounds(index, wanted.shape)
         if bounds not in offsets:
             raise ValueError(f"it was saved on another mesh: {path} has different shards")

@@ -80,19 +80,19 @@ def pieces(shape: tuple[int, ...], dtype: np.dtype) -> Iterator[tuple[slice, ...
 
 
 class _Handler(ocp.type_handlers.NumpyHandler):
-    """On disk a PiecewiseArray is like any array of NumPy, with a chunk for each piece."""
+    """On disk a PiecewiseArray, which the values are, is like any array of NumPy, with a chunk for each piece."""
 
     def __init__(self):
         super().__init__(deepcopy_host_arrays=False)
 
-    async def serialize(self, values: Sequence[PiecewiseArray], infos: Sequence[Any], args=None):
+    async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args=None):
         """One array after the other."""
         for value, info, arg in zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True):
             (written,) = await super().serialize([value], [info], [arg])
             await asyncio.to_thread(written.result)
         return []
 
-    async def _open_and_write(self, value: PiecewiseArray, tspec: dict, ts_context: tensorstore.Context):
+    async def _open_and_write(self, value: Any, tspec: dict, ts_context: tensorstore.Context):
         tspec["metadata"]["chunks"] = piece_shape(value.shape, value.dtype)
         store = await tensorstore.open(tensorstore.Spec(tspec), create=True, open=True, context=ts_context)
         for piece in pieces(value.shape, value.dtype):
@@ -169,9 +169,10 @@ class StoredParams:
 
     def row_of(self, name: str, layer: int | None) -> tuple[int, ...]:
         """Where a layer is in an array."""
-        if layer is None:
+        stack = stack_of(name, self._rows)
+        if stack is None or layer is None:
             return ()
-        (row,) = np.argwhere(self._rows[stack_of(name, self._rows)] == layer)
+        (row,) = np.argwhere(self._rows[stack] == layer)
         return tuple(row.tolist())
 
     @contextlib.contextmanager
@@ -188,8 +189,8 @@ class StoredParams:
         store = tensorstore.open(spec, read=True).result()
         dtype = store.dtype.numpy_dtype
         # Several pieces of a chunk are read one after the other: it is decoded once.
-        chunk_rows = store.chunk_layout.read_chunk.shape[:1]
-        nbytes = math.prod((*chunk_rows, *store.shape[1:])) * dtype.itemsize
+        chunk_rows = (store.chunk_layout.read_chunk.shape or store.shape)[:1]
+        nbytes = math.prod(size or 1 for size in (*chunk_rows, *store.shape[1:])) * dtype.itemsize
         context = tensorstore.Context({"cache_pool": {"total_bytes_limit": nbytes}})
         store = tensorstore.open(spec, read=True, context=context).result()
         return PiecewiseArray(tuple(store.shape), dtype, lambda index: store[index].read().result())

@@ -17,15 +17,17 @@ nullprogram.com/blog/2018/07/31).
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import multihost_utils
+
+T = TypeVar("T")
 
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 # For each of the two numbers: a, c, and the shifts and factors of mix. Both a are odd.
@@ -58,9 +60,18 @@ def as_stored(stored: dict[str, list], abstract):
     return jax.tree_util.tree_map_with_path(choose, abstract)
 
 
-def differing(stored: dict[str, list], tree) -> list[str]:
-    """Paths of the arrays in the tree whose digest differs from the stored one, in order."""
-    return [name for name, value in digests(tree).items() if stored.get(name) != value]
+def damaged_arrays(stored: dict[str, dict[str, list]], trees: dict[str, Any]) -> str:
+    """Says which arrays differ from the stored digests, of {item: tree}; an empty string if none does."""
+    wrong = [
+        f"{item}{path}"
+        for item, tree in trees.items()
+        for path, value in digests(tree).items()
+        if stored.get(item, {}).get(path) != value
+    ]
+    if not wrong:
+        return ""
+    more = " ..." if len(wrong) > 4 else ""
+    return f"{', '.join(wrong[:4])}{more} {'is' if len(wrong) == 1 else 'are'} not what was saved"
 
 
 def on_all_processes(succeeded: bool) -> bool:
@@ -68,6 +79,19 @@ def on_all_processes(succeeded: bool) -> bool:
     if jax.process_count() == 1:
         return succeeded
     return bool(np.all(multihost_utils.process_allgather(np.array(succeeded))))
+
+
+def on_each_process(read: Callable[[], T]) -> T:
+    """What `read` returns; raises its error, and on the processes where it succeeded ValueError if it failed on another
+    one: what follows is a computation of all processes, so all of them take part or none."""
+    try:
+        found = read()
+    except Exception:
+        on_all_processes(False)
+        raise
+    if not on_all_processes(True):
+        raise ValueError("another process could not read it, and says why")
+    return found
 
 
 def sealed(step: int, meta: dict[str, Any], digests: dict[str, dict]) -> dict[str, Any]:
@@ -115,7 +139,7 @@ def digest_of_pieces(pieces: Iterable[np.ndarray]) -> list[int]:
     for piece in pieces:
         sums.append(np.asarray(_digest_from(piece.reshape(-1), np.uint32(first % 2**32))))
         first += piece.size
-    return np.sum(sums, axis=0, dtype=np.uint32).tolist()
+    return np.stack(sums).sum(0, dtype=np.uint32).tolist()
 
 
 @jax.jit

@@ -10,10 +10,13 @@ serve, bench, fill, embed and classify.
 """
 
 import dataclasses
-from typing import Annotated, Literal, Union
+import functools
+import operator
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
 
 from megajax.fields.suggestions import did_you_mean
-from megajax.terminal.command_line import options
+from megajax.terminal.command_line import Option, options
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 
@@ -35,34 +38,36 @@ def _print_script(shell: str) -> None:
 
     from megajax.cli import COMMANDS
 
-    def command(name: str, text: str) -> type:
+    def command(name: str, text: str) -> Any:
         kind = dataclasses.make_dataclass(name, _options(name).items())
         return Annotated[kind, tyro.conf.subcommand(name, description=text)]
 
-    commands = Union[tuple(command(name, text) for name, (_, _, text) in COMMANDS.items())]  # noqa: UP007
+    commands = functools.reduce(operator.or_, (command(name, text) for name, (_, _, text) in COMMANDS.items()))
     tyro.cli(commands, args=["--tyro-print-completion", shell], prog="megajax", use_underscores=True)
 
 
-def _options(command: str) -> dict[str, type]:
+def _options(command: str) -> dict[str, Any]:
     """Name of each option or section -> its type; empty for commands whose options are not completed."""
     import configs
     from megajax.cli import infer
-    from megajax.cli.help import described
     from megajax.cli.train import Options
     from megajax.config import Config
 
     if command in ("train", "plan"):
-        found = {field.name: field.type for field in dataclasses.fields(described(Config(), Options()))}
-        return found | {"config": Literal[tuple(configs.docstrings())]}
-    kind = infer.COMMANDS.get(command)
-    if kind is None:
-        return {}
-    found = {}
-    sections = {}
-    for option in options(kind):
-        section, dot, field = option.name.partition(".")
+        one_of: Any = Literal  # of names that only this machine knows
+        return _types([*options(Options), *options(Config())]) | {"config": one_of[tuple(configs.docstrings())]}
+    return _types(options(infer.COMMANDS[command])) if command in infer.COMMANDS else {}
+
+
+def _types(known: Iterable[Option]) -> dict[str, Any]:
+    """A dataclass for each section."""
+    found: dict[str, Any] = {}
+    sections: dict[str, list[Option]] = {}
+    for option in known:
+        section, dot, rest = option.name.partition(".")
         if dot:
-            sections.setdefault(section, []).append((field, str))
+            sections.setdefault(section, []).append(option._replace(name=rest))
         else:
-            found[option.name] = str
-    return found | {name: dataclasses.make_dataclass(name, fields) for name, fields in sections.items()}
+            found[option.name] = option.hint
+    parts = {name: dataclasses.make_dataclass(name, _types(part).items()) for name, part in sections.items()}
+    return found | parts

@@ -95,7 +95,7 @@ def extras() -> dict[str, list[str]]:
     def packages(extra: str) -> list[str]:
         names = []
         for requirement in found[extra]:
-            name, parts = re.match(r"([\w.-]+)(?:\[([\w,-]+)\])?", requirement).groups()
+            ((name, parts),) = re.findall(r"^([\w.-]+)(?:\[([\w,-]+)\])?", requirement)
             if name == "megajax":
                 names += [package for part in parts.split(",") for package in packages(part)]
             else:
@@ -111,7 +111,7 @@ def _compiled() -> str:
     from megajax.mesh.processes import COMPILATION_CACHE, use_compilation_cache
 
     use_compilation_cache()
-    folder = Path(jax.config.jax_compilation_cache_dir or COMPILATION_CACHE).expanduser()
+    folder = Path(getattr(jax.config, "jax_compilation_cache_dir", None) or COMPILATION_CACHE).expanduser()
     files = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
     return f"{folder}: {format_number_of(len(files), 'file')}, {format_bytes(sum(files))}"
 

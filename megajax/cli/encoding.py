@@ -119,7 +119,7 @@ def embedded(encoder: "TextEncoder", records: Sequence[dict[str, Any]], pooling:
 
 def classified(encoder: "TextEncoder", records: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Each text with its class, or each word with its own."""
-    if encoder.model.config.head == "token_classification":
+    if encoder.head == "token_classification":
         texts = [record.get("words") or record["text"].split() for record in records]
         for record, words, found in zip(records, texts, encoder.classify_words(texts), strict=True):
             yield record | {"words": words, "labels": [word.label for word in found]}

@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from megajax.cli.options import OfChats, OfEngine, OfSampling, check_is_new
 from megajax.fields.ranges import changed_fields
@@ -147,7 +147,7 @@ def print_texts(engine: "Engine", prompts: Sequence[str], sampling: Sampling) ->
 def write_records(engine: "Engine", prompts: Sequence[str], sampling: Sampling, file: TextIO) -> None:
     """A line of JSON for each prompt, in their order, as soon as it and those before it have finished."""
     encoded = [engine.encode(prompt) for prompt in prompts]
-    records = [
+    records: list[dict[str, Any]] = [
         {"prompt": prompt, "text": "", "finish_reason": None, "prompt_tokens": len(tokens), "tokens": 0}
         for prompt, tokens in zip(prompts, encoded, strict=True)
     ]
@@ -178,19 +178,10 @@ def print_written(prompts: Sequence[str], written: Sequence["Written"], file: Te
         print(json.dumps(record, ensure_ascii=False), file=file)
 
 
-def _outputs(engine: "Engine", prompts: Sequence[Sequence[int]], sampling: Sampling) -> Iterator[tuple[int, "Output"]]:
-    """(number of a prompt, what is new) until all have finished."""
-    requests = [engine.submit(prompt, sampling) for prompt in prompts]
-    numbers = {request.id: number for number, request in enumerate(requests)}
-    try:
-        while engine.has_work:
-            for output in engine.step():
-                if output.request.id not in numbers:  # was cancelled earlier
-                    continue
-                yield numbers[output.request.id], output
-    finally:
-        for request in requests:  # what an exception has interrupted
-            engine.cancel(request)
+def _outputs(engine: "Engine", prompts: Sequence[Sequence[int]], sampling: Sampling) -> "Iterator[tuple[int, Output]]":
+    from megajax.inference.engine import outputs_of
+
+    return outputs_of(engine, [(prompt, sampling) for prompt in prompts])
 
 
 # ----------------------------------------------------------------------------- chat
@@ -225,13 +216,13 @@ class TemplatedConversation:
         return tokens
 
     def answered(self, text: str) -> None:
-        for name in self._engine.tokenizer.special_tokens:  # which the template refuses in a message
+        for name in self._engine.text_tokenizer.special_tokens:  # which the template refuses in a message
             text = text.replace(name, "")
         self._messages.append({"role": "assistant", "content": text})
 
     def _tokens(self, messages: list[dict[str, str]]) -> list[int]:
         text = self._template.render([*self._system, *messages], add_generation_prompt=True)
-        return self._engine.tokenizer.encode_template(text)
+        return self._engine.text_tokenizer.encode_template(text)
 
 
 class PlainConversation:
@@ -249,7 +240,7 @@ class PlainConversation:
         tokens = self._engine.encode(self._text)
         if len(tokens) > self._room:
             tokens = tokens[-self._room :]
-            self._text = self._engine.tokenizer.decode(tokens)
+            self._text = self._engine.text_tokenizer.decode(tokens)
             _say("(the beginning of the conversation no longer fits and is forgotten)")
         return tokens
 

@@ -66,7 +66,7 @@ class Serve(OfEngine, OfChats):
 class Bench(OfEngine):
     """Measure the speed: of whole batches, or latency and throughput under load."""
 
-    run: str | None = None
+    run: str = ""
     """Directory of a run (runs/NAME) or a Hugging Face folder."""
     batch: tuple[Measured, ...] = (1, 8)
     """Batch sizes."""
@@ -87,7 +87,7 @@ class Bench(OfEngine):
     """File for a plot, .svg or .png."""
 
     def __call__(self) -> None:
-        if (self.run is None) == (self.url is None):
+        if (not self.run) == (self.url is None):
             raise ValueError("give --run=DIR, or --url=http://HOST:PORT of a server")
         if self.request_rate or self.concurrency:
             self._under_load()

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 
 import configs
 from megajax.fields.ranges import NonNegativeFloat, NonNegativeInt
-from megajax.terminal.command_line import parse_known
-from megajax.terminal.one_line import for_terminal
+from megajax.terminal.command_line import parse_known, print_help
+from megajax.terminal.one_line import for_terminal, terminal_width, wrapped
 
 if TYPE_CHECKING:
     from megajax.config import Config
@@ -74,9 +74,8 @@ def _run(config: "Config", options: Options, wants_help: bool, overrides: list[s
     if not config.run_dir:
         config = dataclasses.replace(config, run_dir=f"runs/{options.config}")
     if wants_help:
-        from megajax.cli.help import print_help
-
-        print_help(config, options, _program())
+        about = "Override a field with --section.field=VALUE; commas separate list elements."
+        print_help(_program(), about, Options, config)
         return
     if not options.plan and (options.plan_figure or options.plan_price is not None):
         raise ValueError("--plan_price and --plan_figure need --plan")
@@ -185,9 +184,19 @@ def _program() -> str:
     return f"python {name}" if name == "train.py" else "megajax train"
 
 
-def _usage() -> str:
-    from megajax.cli.help import section_lines
+def _section_lines() -> list[str]:
+    """The sections of a config with the names of their fields, wrapped for the terminal."""
+    from megajax.config import Config
 
+    lines = []
+    for field in dataclasses.fields(Config):
+        if dataclasses.is_dataclass(section := field.default):
+            names = " ".join(part.name for part in dataclasses.fields(section))
+            lines.append(wrapped(f"  {field.name + '.':<14}{names}", min(terminal_width(), 120), indent=16))
+    return lines
+
+
+def _usage() -> str:
     program = _program()
     return "\n".join(
         [
@@ -197,6 +206,6 @@ def _usage() -> str:
             "",
             "Sections of the configuration, with their fields, which",
             f"{program} --config=gpt_tiny --help describes:",
-            *section_lines(),
+            *_section_lines(),
         ]
     )

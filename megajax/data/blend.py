@@ -42,7 +42,7 @@ class BlendedDataset:
         self.phases = tuple(phases)
         if len(datasets) >= np.iinfo(np.int16).max or any(len(phase.weights) != len(datasets) for phase in phases):
             counts = [len(phase.weights) for phase in phases]
-            raise ValueError(f"data.weights: {counts} weights for {len(datasets)} datasets; give one per dataset")
+            raise ValueError(f"data.paths: {counts} weights for {len(datasets)} datasets; give one per dataset")
         description = {"phases": [dataclasses.asdict(phase) for phase in phases]}
         arrays = load_or_build(cache_dir, "blend", description, lambda: _indices(phases))
         self.dataset_index = arrays["dataset_index"]
@@ -51,7 +51,7 @@ class BlendedDataset:
         for number, dataset in enumerate(self.datasets):
             if len(dataset) < needed[number]:
                 raise ValueError(
-                    f"data.weights: dataset {number} of the blend has {len(dataset)} samples, "
+                    f"data.paths: dataset {number} of the blend has {len(dataset)} samples, "
                     f"the blend needs {needed[number]}"
                 )
 
@@ -70,7 +70,7 @@ class BlendedDataset:
 def normalize_weights(weights: Sequence[float]) -> list[float]:
     array = np.array(weights, np.float64)
     if array.min() <= 0 or not np.isfinite(array).all():
-        raise ValueError(f"data.weights={tuple(weights)} must all be positive")
+        raise ValueError(f"data.paths: the weights {tuple(weights)} must all be positive")
     return (array / array.sum()).tolist()
 
 

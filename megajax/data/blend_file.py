@@ -34,12 +34,24 @@ def is_blend_file(path: str) -> bool:
     return path.endswith(".json")
 
 
-def read_blend(paths: Sequence[str], weights: Sequence[float] = ()) -> Entry:
-    """The blend of `paths`, prefixes or blend files, by weights or by tokens. Raises ValueError, naming file and entry,
-    if something cannot be read."""
-    weight = dict(enumerate(weights))
-    entries = (_entry_of_path(path, weight.get(number), ()) for number, path in enumerate(paths))
+def read_blend(paths: Sequence[str]) -> Entry:
+    """The blend of `paths`, prefixes or blend files, weighted by tokens; or each with its weight before it, as Megatron
+    writes it. Raises ValueError, naming file and entry, if something cannot be read."""
+    weights: list[float | None] = [None] * len(paths)
+    if paths and _number(paths[0]) is not None:
+        weights = [_number(weight) for weight in paths[::2]]
+        paths = paths[1::2]
+        if len(paths) != len(weights) or not all(weight and 0 < weight <= MOST for weight in weights):
+            raise ValueError("data.paths: write a number above 0 before each path, as in 0.7,web,0.3,code, or none")
+    entries = (_entry_of_path(path, weight, ()) for path, weight in zip(paths, weights, strict=True))
     return Entry(entries=tuple(entries))
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def prefixes(entry: Entry) -> list[str]:

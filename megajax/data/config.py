@@ -9,11 +9,10 @@ from typing import Annotated, Literal
 from megajax.data.blend_file import is_blend_file, prefixes, read_blend
 from megajax.data.indexed.meta import read_meta
 from megajax.data.tokenizers.load import FILE_TOKENIZERS, check_tokenizer_spec
-from megajax.fields.ranges import NonNegativeFloat, PositiveFloat, Range
+from megajax.fields.ranges import NonNegativeFloat, Range
 
 logger = logging.getLogger("megajax")
 
-NumReaders = Annotated[int, Range(at_least=0, at_most=1024)]
 SourceKind = Literal["indexed", "text", "mock"]
 
 
@@ -23,15 +22,12 @@ class DataConfig:
     """indexed: .bin/.idx files in `paths`; text: text files in `text`; mock: Megatron's mock documents. Follows from
     `paths` or `text` if these are given and it is not."""
     paths: tuple[str, ...] = ()
-    """Prefixes of Megatron .bin/.idx files, blended; or FILE.json with a (nested) blend (data/blend_file.py)."""
-    weights: tuple[PositiveFloat, ...] = ()
-    """One per path, on any positive scale; empty: by the number of tokens."""
+    """Prefixes of Megatron .bin/.idx files, blended by their tokens, or with a weight before each, on any scale
+    (0.7,web,0.3,code); or FILE.json with a (nested) blend (data/blend_file.py)."""
     blend_changes: tuple[str, ...] = ()
     """Entries STEP:FILE.json: from this step on, train on the blend in this file."""
     eval_paths: tuple[str, ...] = ()
-    """Prefixes or blend files to evaluate on; empty: documents of `paths`, by `split`."""
-    eval_weights: tuple[PositiveFloat, ...] = ()
-    """One per evaluation path; empty: by the number of tokens."""
+    """The same to evaluate on; empty: documents of `paths`, by `split`."""
     split: tuple[NonNegativeFloat, NonNegativeFloat, NonNegativeFloat] = (969, 30, 1)
     """Relative shares of training, evaluation and test documents in `paths` and in the mock documents."""
     text: tuple[str, ...] = ()
@@ -43,9 +39,7 @@ class DataConfig:
     """Directory for sample indices and tokenized text."""
     allow_change: bool = False
     """Let a run resume with data different from what it began with."""
-    num_threads: NumReaders = 4
-    """Threads that prefetch batches; 0: none."""
-    num_workers: NumReaders = 0
+    num_workers: Annotated[int, Range(at_least=0, at_most=1024)] = 0
     """Processes that prefetch batches, for samples that are slow in Python; 0: threads only."""
 
     def check(self) -> None:
@@ -61,7 +55,7 @@ class DataConfig:
 
     def _check_source(self) -> None:
         needed = {"indexed": "paths", "text": "text", "mock": None}[self.source]
-        for field in ("paths", "weights", "blend_changes", "eval_paths", "eval_weights", "text"):
+        for field in ("paths", "blend_changes", "eval_paths", "text"):
             used = field == needed or (self.source == "indexed" and field != "text")
             if getattr(self, field) and not used:
                 raise ValueError(
@@ -81,13 +75,6 @@ class DataConfig:
             )
 
     def _check_paths(self) -> None:
-        for weights, paths in (("weights", "paths"), ("eval_weights", "eval_paths")):
-            values = getattr(self, weights)
-            count = len(getattr(self, paths))
-            if values and len(values) != count:
-                raise ValueError(
-                    f"data.{weights} has {len(values)} entries and data.{paths} has {count}; give one weight per path"
-                )
         changes = tuple(file for _, file in self.changes())
         for field, entries in (("paths", self.paths), ("blend_changes", changes), ("eval_paths", self.eval_paths)):
             for prefix in prefixes(read_blend(entries)):
@@ -100,7 +87,7 @@ class DataConfig:
     def of_source(self, source: SourceKind) -> "DataConfig":
         """The same with another source, and without the files and the tokenizer of this one. Only text keeps the
         tokenizer, that of a Hugging Face folder for example: other files record theirs."""
-        names = ["paths", "weights", "blend_changes", "eval_paths", "eval_weights", "text"]
+        names = ["paths", "blend_changes", "eval_paths", "text"]
         if source != "text" or not self._reads_text:
             names.append("tokenizer")
         defaults = {field.name: field.default for field in dataclasses.fields(self) if field.name in names}

@@ -41,8 +41,11 @@ class SampleFormat(Protocol):
     """How samples are made from the sequences or documents of a source: a dataclass, whose fields are recorded."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
-    vocab_size: int | None
-    """Ids of the tokenizer, and of special tokens that it lacks."""
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Ids of the tokenizer, and of special tokens that it lacks."""
+
     of_documents: ClassVar[bool]
     """Whether parts of a source are counted in documents, or in sequences."""
     is_plain_text: ClassVar[bool]
@@ -128,9 +131,8 @@ def build_datasets(
         blends = [Entry(mock.prefix)]
         held_out = Entry(mock.prefix)
     else:
-        files = [(train_paths, config.weights), *(((file,), ()) for _, file in config.changes())]
-        blends = [read_blend(*arguments) for arguments in files]
-        held_out = read_blend(eval_paths, config.eval_weights) if eval_paths else blends[0]
+        blends = [read_blend(paths) for paths in (train_paths, *((file,) for _, file in config.changes()))]
+        held_out = read_blend(eval_paths) if eval_paths else blends[0]
         names = [name for blend in (*blends, held_out) for name in prefixes(blend)]
         opened = {name: _open(name, tokenizer) for name in dict.fromkeys(names)}
     split: Split = (1, 0, 0) if eval_paths else config.split
@@ -317,7 +319,7 @@ _FIELDS = {
     "sequence_length": "training.sequence_length",
     "seed": "training.seed",
     "split": "data.split",
-    "weights": "data.weights",
+    "weights": "data.paths",
     "changes": "data.blend_changes",
 }
 

@@ -7,7 +7,7 @@ not depend on the number of hosts or workers; a process reads only its rows. The
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,12 +15,16 @@ from megajax.data.config import DataConfig
 from megajax.data.datasets import Dataset
 from megajax.data.worker_process import end_with_parent
 
+NUM_THREADS = 4
+"""That read samples ahead."""
+
 
 class BatchSource(Protocol):
     """What feeds a training loop. Its `saved` values are part of every checkpoint."""
 
-    reads_weights: bool
-    """Whether batches depend on the weights: then each is made when its step begins, otherwise ahead of it."""
+    @property
+    def reads_weights(self) -> bool:
+        """Whether batches depend on the weights: then each is made when its step begins, otherwise ahead of it."""
 
     def batches(
         self, start: int, stop: int, rows_of: Callable[[int], np.ndarray], weights: Callable[[], dict]
@@ -45,7 +49,7 @@ class IndexedSource:
     dataset: Dataset
     schedule: Callable[[int], tuple[int, int, int]]
     config: DataConfig
-    reads_weights: ClassVar[bool] = False
+    reads_weights = False
 
     def batches(
         self, start: int, stop: int, rows_of: Callable[[int], np.ndarray], weights: Callable[[], dict]
@@ -89,7 +93,7 @@ def step_batches(
             )
     steps = grain.MapDataset.range(start_step, num_steps)
     steps = steps.map(functools.partial(_read_step, dataset, schedule, rows_of))
-    steps = steps.to_iter_dataset(grain.ReadOptions(config.num_threads, prefetch_buffer_size=2 * config.num_threads))
+    steps = steps.to_iter_dataset(grain.ReadOptions(NUM_THREADS, prefetch_buffer_size=2 * NUM_THREADS))
     if config.num_workers:
         _let_grain_start_processes()
         steps = steps.mp_prefetch(grain.MultiprocessingOptions(num_workers=config.num_workers), end_with_parent)

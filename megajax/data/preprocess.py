@@ -18,7 +18,7 @@ so memory is constant. `merge`, `verify` and `inspect` as first argument run the
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from megajax.data import inspect
@@ -31,6 +31,7 @@ from megajax.data.tokenizers.load import load_tokenizer
 from megajax.data.tokenizers.tokenizer import BytesTokenizer
 from megajax.terminal.announce import announced
 from megajax.terminal.command_line import errors_in_one_line, parse
+from megajax.terminal.progress import progress_bar
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,11 +104,12 @@ def _run(flags: Options) -> dict[str, dict]:
             template = load_chat_template(BytesTokenizer(), flags.chat_template)
         reader = Reader(json_keys, form, template, flags.max_document_bytes)
         with announced("training the tokenizer"):
-            spec = train_tokenizer(files, spec, output_prefix, reader, flags.on_error)
+            spec = train_tokenizer(files, spec, f"{output_prefix}.tokenizer", reader, flags.on_error)
     tokenizer = load_tokenizer(spec)
     if form == "conversations":
         template = load_chat_template(tokenizer, flags.chat_template)
-    with ProgressBar(sum(os.path.getsize(path) for path in files)) as advance:
+    total = sum(os.path.getsize(path) for path in files)
+    with progress_bar("tokens") as advance:
         return preprocess(
             files,
             output_prefix,
@@ -120,32 +122,8 @@ def _run(flags: Options) -> dict[str, dict]:
             num_workers=flags.workers or os.cpu_count() or 1,
             on_error=flags.on_error,
             max_document_bytes=flags.max_document_bytes,
-            progress=advance,
+            progress=lambda done: advance(done, total),
         )
-
-
-class ProgressBar:
-    """Yields a function that takes the number of bytes done; draws only in a terminal."""
-
-    def __init__(self, total: int):
-        self.total = total
-        self.bar = None
-
-    def __enter__(self) -> Callable[[int], None] | None:
-        if not sys.stderr.isatty():
-            return None
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-
-        columns = BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-        self.bar = Progress(*columns, console=Console(stderr=True))
-        self.bar.start()
-        task = self.bar.add_task("tokens", total=self.total)
-        return lambda num_bytes: self.bar.advance(task, num_bytes)
-
-    def __exit__(self, *_) -> None:
-        if self.bar is not None:
-            self.bar.stop()
 
 
 if __name__ == "__main__":

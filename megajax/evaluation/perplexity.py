@@ -31,7 +31,8 @@ class Totals:
     """-log p of these tokens."""
 
     def __add__(self, other: "Totals") -> "Totals":
-        return Totals(*map(sum, zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)))
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Totals(*[mine + theirs for mine, theirs in pairs])
 
     def metrics(self) -> dict[str, float]:
         """The sums, and: loss, nats per token; perplexity, exp(loss); bits_per_byte. NaN if nothing was scored."""
@@ -143,5 +144,5 @@ def _texts(path: str) -> Iterator[str]:
             content, _ = read_file(path, reader)
             yield reader.file_texts(content, path)[0][0]
             continue
-        for read, _ in reader.documents(batch):
+        for read, _ in reader.documents(path, batch.records, batch.first):
             yield read()[0][0]

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.inference.shapes import BATCH_TOKENS, laid_out, text_batches
 from megajax.mesh.sharding import constrain
 from megajax.models.model import Model
-from megajax.ops.cross_entropy import TokenScores
+from megajax.ops.token_scores import TokenScores
 
 
 class Scores(NamedTuple):

@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from megajax.data.tokenizers.tokenizer import Tokenizer, configured_tokens
 from megajax.evaluation.scorer import Scorer
 from megajax.evaluation.windows import windows
 from megajax.inference.config import WeightDtype
-from megajax.inference.engine import Engine, ServingConfig
+from megajax.inference.engine import Engine, ServingConfig, outputs_of
 from megajax.inference.load import OpenedModel, open_model
 from megajax.inference.shapes import BATCH_TOKENS
 from megajax.inference.tokens.sampling import Sampling
@@ -208,14 +208,12 @@ class TextModel:
             repeats[key] += 1
             tokens = self.encode(context, is_rendered=is_rendered) or self.prefix
             prompts.append((tokens[-room:], sampling))
-        engine = self._engine
-        new = {engine.submit(*prompt): [] for prompt in prompts}
-        while engine.has_work:
-            for output in engine.step():
-                new[output.request] += output.tokens
+        new: list[list[int]] = [[] for _ in prompts]
+        for number, output in outputs_of(self._engine, prompts):
+            new[number] += output.tokens
         return [
             _until(self._text_after(tokens, found), sampling.stop)
-            for (tokens, sampling), found in zip(prompts, new.values(), strict=True)
+            for (tokens, sampling), found in zip(prompts, new, strict=True)
         ]
 
     def _text_after(self, tokens: Sequence[int], new: Sequence[int]) -> str:
@@ -243,7 +241,9 @@ def sampling_of(settings: Mapping) -> Sampling:
     elif do_sample and not temperature:
         temperature = 1.0
     known = {"top_p": float, "top_k": int, "seed": int}
-    given = {name: kind(settings.pop(name)) for name, kind in known.items() if settings.get(name) is not None}
+    given: dict[str, Any] = {
+        name: kind(settings.pop(name)) for name, kind in known.items() if settings.get(name) is not None
+    }
     if settings:
         logger.warning("generation settings are ignored: %s", ", ".join(f"{k}={v}" for k, v in settings.items()))
     stop = (until,) if isinstance(until, str) else tuple(text for text in until if text)

@@ -17,7 +17,7 @@ class Kinds:
     def add(self, chosen: type) -> None:
         """Called once a class is made. Raises TypeError unless it has a kind of its own."""
         kind = chosen.__dict__.get("kind")
-        known = self._classes.get(kind)
+        known = self._classes.get(str(kind))
         is_other = known and (known.__module__, known.__qualname__) != (chosen.__module__, chosen.__qualname__)
         if kind is None or is_other:
             raise TypeError(f"{chosen.__qualname__} needs a unique kind: `kind: Literal[NAME] = NAME`, not {kind!r}")

@@ -112,7 +112,7 @@ def describe(hint: Any) -> str:
     else:
         words = WORDS.get(kind, kind.__name__)
     if any(bounds.at_most is not None and bounds.at_most > MAX_INT32 for bounds in ranges):
-        words = words.replace(" (int32)", "").replace("finite ", "").replace(" (float32)", "")
+        words = words.replace(" (int32)", "").replace(" (float32)", "")
     return ", ".join([words, *map(str, ranges)])
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from megajax.figures.runs import X_LABELS, Curve, RunMetrics, XAxis, panels
@@ -135,8 +136,8 @@ def attention_mask(batch: Mapping[str, np.ndarray], row: int | None = None, *, w
     sizes = [np.unique(segments, return_counts=True)[1] for segments in segments_BT]  # of the documents of each row
     if row is None:
         row = int(np.argmin([(counts**2).sum() for counts in sizes]))
-    query = np.arange(length)[:, None]
-    key = np.arange(length)[None]
+    query = jnp.arange(length)[:, None]
+    key = jnp.arange(length)[None]
     visible = (masks.CAUSAL & masks.window(window)).visible(query - key, key)
     visible &= segments_BT[row][:, None] == segments_BT[row][None]
     figure = new_figure(3.6, 3.6)
@@ -220,13 +221,13 @@ def _draw_memory(axes: "Axes", bars: Sequence[tuple[str, Mapping[str, int], floa
 def _draw_schedule(axes: "Axes", stages: Stages, num_microbatches: int) -> None:
     """The pipeline schedule: rows are ranks, columns are ticks; forward above, backward below, with the microbatch
     number, lighter for later chunks of virtual stages."""
-    table = make_table(stages.schedule, stages.num_ranks, num_microbatches, stages.num_chunks)
+    table = make_table(stages.num_ranks, num_microbatches, stages.num_chunks)
     ticks = min(len(table.forward), MAX_TICKS)
     for kind, color, y in (("forward", "C0", 0.0), ("backward", "C1", 0.42)):
         for tick, rank in itertools.product(range(ticks), range(stages.num_ranks)):
             _draw_pass(axes, table, kind, color, tick, rank, rank + y)
     shown = "" if ticks == len(table.forward) else f", the first {ticks} of {len(table.forward)} ticks"
-    axes.set_title(f"{stages.schedule}, {num_microbatches} microbatches{shown}", fontsize="medium")
+    axes.set_title(f"1F1B, {num_microbatches} microbatches{shown}", fontsize="medium")
     axes.set_xlim(0, ticks)
     axes.set_ylim(stages.num_ranks, 0)
     axes.set_yticks([rank + 0.42 for rank in range(stages.num_ranks)], [f"rank {r}" for r in range(stages.num_ranks)])

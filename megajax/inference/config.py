@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from megajax.fields.ranges import PositiveInt, Range, check_fields
 
@@ -51,17 +51,14 @@ class ServingConfig:
     """What guesses without a draft model: the text of the sequence itself (prompt lookup), or the model's own layers of
     multi-token prediction, one token each."""
 
-    def on(self, platform: str) -> "ServingConfig":
+    def on(self, platform: str) -> "SettledConfig":
         """With the defaults of the platform ("cpu", "gpu") instead of None.
 
         Larger calls do not make a CPU faster, and each size is a program to compile.
         """
-        default_rows, default_tokens = (16, 256) if platform == "cpu" else (256, 8192)
-        return dataclasses.replace(
-            self,
-            max_rows=self.max_rows or default_rows,
-            max_batch_tokens=self.max_batch_tokens or default_tokens,
-        )
+        rows, tokens = (16, 256) if platform == "cpu" else (256, 8192)
+        settled: dict[str, Any] = dict(max_rows=self.max_rows or rows, max_batch_tokens=self.max_batch_tokens or tokens)
+        return SettledConfig(**vars(self) | settled)
 
     @property
     def num_guesses(self) -> int:
@@ -73,6 +70,14 @@ class ServingConfig:
         check_fields(self)
         if self.draft_method == "mtp" and not self.draft_tokens:
             raise ValueError("draft_method=mtp: draft_tokens=0 guesses nothing; use draft_tokens=1")
+
+
+@dataclasses.dataclass(frozen=True)
+class SettledConfig(ServingConfig):
+    """Of an engine on its devices."""
+
+    max_rows: int = 0
+    max_batch_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,16 +8,19 @@ So the text is exactly that without a draft model. With a temperature, common ra
 often than independent samples would (Gumbel-max coupling, Daliri et al. 2024, https://arxiv.org/abs/2408.07978).
 """
 
+from collections.abc import Sequence as Items
 from pathlib import Path
 
 import numpy as np
 from jax.sharding import Mesh
 
 from megajax.data.tokenizers.tokenizer import Tokenizer
+from megajax.inference.config import ServingConfig
 from megajax.inference.device.batches import Batches
 from megajax.inference.device.executor import Executor
-from megajax.inference.device.programs import Chooser, PrefillBatch
-from megajax.inference.scheduling.scheduler import Chunk, Decode, Guesses, Prefill, Run, Sequence
+from megajax.inference.device.memory import has_states
+from megajax.inference.device.programs import HostChooser, HostPrefillBatch
+from megajax.inference.scheduling.work import Chunk, Decode, Guesses, Prefill, Run, Sequence
 from megajax.layers.attention.kv_cache import PoolSizes
 from megajax.models.model import Model
 
@@ -35,6 +38,48 @@ def check_same_tokens(run: str | Path, mine: Tokenizer, theirs: Tokenizer) -> No
         )
 
 
+def check_guesses(model: Model, serving: ServingConfig) -> None:
+    """Raises ValueError if the model does not have the layers that are to guess."""
+    count = len(model.config.stacks_of("guess", model.execution))
+    if serving.num_guesses and not count:
+        raise ValueError(
+            f"draft_method={serving.draft_method}: the model has no layers of multi-token prediction; use "
+            "draft_method=lookup, or a draft model"
+        )
+    if serving.num_guesses > count:
+        raise ValueError(
+            f"draft_tokens={serving.num_guesses}: draft_method={serving.draft_method} guesses one token with each "
+            f"layer of multi-token prediction, of which the model has {count}; use draft_tokens={count}"
+        )
+
+
+def check_draft(models: Items[Model], serving: ServingConfig, vocab_size: int) -> None:
+    """models: the model, then a draft model if there is one. Raises ValueError if that has nothing to guess, or knows
+    fewer than vocab_size tokens."""
+    for draft in models[1:]:
+        if not serving.draft_tokens:
+            raise ValueError("draft_tokens=0: the draft model guesses nothing; use draft_tokens=4, or no draft model")
+        if serving.num_guesses:
+            raise ValueError(
+                f"draft_method={serving.draft_method}: the draft model guesses already; leave out one of them"
+            )
+        if draft.config.vocab_size < vocab_size:
+            raise ValueError(
+                f"the draft model has {draft.config.vocab_size} tokens and the model {vocab_size}; use a draft model "
+                "with the same tokenizer"
+            )
+
+
+def check_states(models: Items[Model], pools: Items[PoolSizes], serving: ServingConfig) -> None:
+    """Raises ValueError if the model, or its draft model, cannot take a wrong guess back."""
+    for name, model, sizes in zip(("this model", "the draft model"), models, pools, strict=False):
+        if serving.draft_tokens and has_states(model, sizes):
+            raise ValueError(
+                f"draft_tokens={serving.draft_tokens}: {name} has layers with a state per sequence, which cannot take "
+                "a wrong guess back; use draft_tokens=0"
+            )
+
+
 class DraftModel:
     def __init__(self, model: Model, params: dict, mesh: Mesh, sizes: PoolSizes, batches: Batches, draft_tokens: int):
         """sizes: of its own pool. batches: of the engine."""
@@ -43,7 +88,7 @@ class DraftModel:
         # A step more than guesses, to store the keys and values of the last guess.
         self.executor = Executor(model, mesh, sizes, batches.vocab_size, draft_tokens + 1)
 
-    def read(self, batch: PrefillBatch, chooser: Chooser) -> None:
+    def read(self, batch: HostPrefillBatch, chooser: HostChooser) -> None:
         """Reads what the model reads."""
         self.executor.prefill(self.params, batch, chooser, False)
 

@@ -8,73 +8,44 @@ Keys and values are in pages (inference/scheduling/pages.py), the scheduler deci
 import dataclasses
 import logging
 from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.inference.config import ServingConfig
 from megajax.inference.device.batches import Batches, Shapes
 from megajax.inference.device.executor import Executor
-from megajax.inference.device.memory import (
-    bytes_per_page,
-    has_states,
-    kept_sizes,
-    longest_sequence,
-    pool_sizes,
-    visible_tokens,
-)
+from megajax.inference.device.memory import bytes_per_page, kept_sizes, longest_sequence, pool_sizes, visible_tokens
 from megajax.inference.device.programs import Drawn
-from megajax.inference.device.warm_up import Counter, Stage
+from megajax.inference.device.warm_up import Stage, staged
 from megajax.inference.device.weights import serving_weights
-from megajax.inference.draft import DraftModel, check_same_tokens
+from megajax.inference.draft import DraftModel, check_draft, check_guesses, check_same_tokens, check_states
 from megajax.inference.load import OpenedModel, open_model
-from megajax.inference.results import Output, Results
+from megajax.inference.results import Output, Results, Stats
 from megajax.inference.scheduling.pages import KeptStates, PagePool
-from megajax.inference.scheduling.scheduler import (
+from megajax.inference.scheduling.scheduler import Limits, Scheduler
+from megajax.inference.scheduling.waiting import Owner
+from megajax.inference.scheduling.work import (
     Decode,
-    Limits,
     Prefill,
     Request,
-    Scheduler,
     Sequence,
     Wait,
+    check_prompt,
     guessed_before,
     look_up,
 )
-from megajax.inference.scheduling.waiting import Owner
 from megajax.inference.tokens.grammar import Grammars
-from megajax.inference.tokens.sampling import PROMPT_TOKEN, Logprobs, Sampling
+from megajax.inference.tokens.sampling import Logprobs, Sampling
 from megajax.mesh.config import MeshConfig
 from megajax.models.model import Model
 
 logger = logging.getLogger("megajax")
-
-
-@dataclasses.dataclass(frozen=True)
-class Stats:
-    """Counts since the engine was made, except for what is running, waiting and used now."""
-
-    num_running: int
-    num_waiting: int
-    pages_used: int
-    num_pages: int
-    prefix_queries: int
-    """Prompt tokens looked up in the prefix cache."""
-    prefix_hits: int
-    """Those that were found."""
-    prompt_tokens: int
-    """Computed prompt tokens, preempted ones each time."""
-    generated_tokens: int
-    preemptions: int
-    drafted: int
-    """Tokens guessed by speculative decoding."""
-    accepted: int
-    """Those that were right."""
 
 
 class _Call(NamedTuple):
@@ -103,7 +74,7 @@ class Engine:
         """
         model.config.check_generates()
         serving.check()
-        _check_guesses(model, serving)
+        check_guesses(model, serving)
         self.model = model
         self.mesh = mesh
         self.tokenizer = tokenizer
@@ -125,11 +96,8 @@ class Engine:
         models = [self.model] if draft is None else [self.model, draft[0]]
         sizes, *draft_sizes = pool_sizes(models, self.mesh, serving)
         self._sizes = sizes
-        if serving.draft_tokens and has_states(self.model, sizes):
-            raise ValueError(
-                f"draft_tokens={serving.draft_tokens}: this model has layers with a state per sequence, which cannot "
-                "take a wrong guess back; use draft_tokens=0"
-            )
+        check_draft(models, serving, self._vocab_size)
+        check_states(models, [sizes, *draft_sizes], serving)
         self._max_length = min(longest_sequence(models, serving), sizes.num_pages * sizes.page_size)
         shapes = Shapes.of(sizes, self._max_length, serving.max_batch_tokens, has_kernel=self._platform == "gpu")
         self._batches = Batches(sizes, shapes, self._vocab_size)
@@ -148,31 +116,11 @@ class Engine:
         self.draft = None
         guess = guessed_before if serving.num_guesses else look_up
         if draft is not None:
-            self._check_draft(draft[0])
             params = serving_weights(*draft, "auto", self.mesh)
-            parts = (draft[0], params, self.mesh, *draft_sizes, self._batches)
-            self.draft = DraftModel(*parts, serving.draft_tokens)
+            self.draft = DraftModel(draft[0], params, self.mesh, draft_sizes[0], self._batches, serving.draft_tokens)
             guess = self.draft.guess
         states = KeptStates(kept.num_rows) if kept.num_rows else None
         self.scheduler = Scheduler(self.pool, limits, guess, states, has_draft_model=draft is not None)
-
-    def _check_draft(self, draft: Model) -> None:
-        if not self.serving.draft_tokens:
-            raise ValueError("draft_tokens=0: the draft model guesses nothing; use draft_tokens=4, or no draft model")
-        if self.serving.num_guesses:
-            raise ValueError(
-                f"draft_method={self.serving.draft_method}: the draft model guesses already; leave out one of them"
-            )
-        if draft.config.vocab_size < self._vocab_size:
-            raise ValueError(
-                f"the draft model has {draft.config.vocab_size} tokens and the model {self._vocab_size}; use a draft "
-                "model with the same tokenizer"
-            )
-        if has_states(draft, self._sizes):
-            raise ValueError(
-                "the draft model has layers with a state per sequence, which cannot take a wrong guess back; use "
-                "another one, or prompt lookup"
-            )
 
     @property
     def _platform(self) -> str:
@@ -281,34 +229,31 @@ class Engine:
         return [[token for output in outputs for token in output.tokens] for outputs in found]
 
     def _generate(self, prompts: Items[Items[int]], sampling: Sampling) -> list[list[Output]]:
+        """All prompts are checked before the first one is queued."""
         if sampling.n > 1:
             raise ValueError(f"n={sampling.n}: generate gives one text per prompt; use submit for several")
-        return [outputs for _, outputs in self._finish_all(prompts, sampling)]
-
-    def _finish_all(self, prompts: Items[Items[int]], sampling: Sampling) -> list[tuple[Request, list[Output]]]:
-        """Runs until these requests are finished; all of them are checked before the first one is queued."""
         for number, prompt in enumerate(prompts):
             self.check(prompt, sampling, f"prompt {number}")
-        found = {request: [] for request in [self.submit(prompt, sampling) for prompt in prompts]}
-        try:
-            while not all(request.is_finished for request in found):
-                for output in self.step():
-                    if output.request in found:
-                        found[output.request].append(output)
-        finally:
-            for request in found:
-                self.cancel(request)
-        return list(found.items())
+        found: list[list[Output]] = [[] for _ in prompts]
+        for number, output in outputs_of(self, [(prompt, sampling) for prompt in prompts]):
+            found[number].append(output)
+        return found
+
+    @property
+    def text_tokenizer(self) -> Tokenizer:
+        """Raises ValueError without a tokenizer."""
+        if self.tokenizer is None:
+            raise ValueError("the engine has no tokenizer to encode a text prompt; use generate_tokens")
+        return self.tokenizer
 
     def encode(self, prompt: str) -> list[int]:
         """The tokens of a prompt; for an empty one, the end-of-document token."""
-        if self.tokenizer is None:
-            raise ValueError("the engine has no tokenizer to encode a text prompt; use generate_tokens")
-        ids = self._start + self.tokenizer.encode(prompt)
-        if not ids and self.tokenizer.eod_id is None:
+        end = self.text_tokenizer.eod_id
+        ids = self._start + self.text_tokenizer.encode(prompt)
+        if not ids and end is None:
             raise ValueError("prompt='' has no tokens and the tokenizer has no end-of-document token to start from; "
                              "give a prompt")  # fmt: skip
-        return ids or [self.tokenizer.eod_id]
+        return ids if end is None else ids or [end]
 
     def room_for_prompt(self, max_tokens: int) -> int:
         """Maximum number of prompt tokens that leaves room for max_tokens."""
@@ -351,24 +296,8 @@ class Engine:
             wrong = [token for token in getattr(sampling, field) if not 0 <= token < self._vocab_size]
             if wrong:
                 raise ValueError(f"{field}={wrong[0]} is not a token; tokens are 0 to {self._vocab_size - 1}")
-        if len(prompt) == 0:
-            raise ValueError(f"{name} has no tokens; give at least one")
-        if len(prompt) > self.room_for_prompt(sampling.max_tokens):
-            way_out = f"use max_tokens={self._max_length - len(prompt)} or less"
-            if len(prompt) >= self._max_length:
-                way_out = "give a shorter prompt"
-            limit = (
-                "the model supports" if self._max_length == self.model.config.max_length else "the engine has room for"
-            )
-            raise ValueError(
-                f"{name} has {len(prompt)} tokens, which with max_tokens={sampling.max_tokens} exceeds "
-                f"the {self._max_length} tokens that {limit}; {way_out}"
-            )
-        if not 0 <= min(prompt) <= max(prompt) < self.model.config.vocab_size:
-            raise ValueError(
-                f"{name} has token ids {min(prompt)} to {max(prompt)}; "
-                f"they must be below model.vocab_size={self.model.config.vocab_size}"
-            )
+        config = self.model.config
+        check_prompt(name, prompt, sampling.max_tokens, self._max_length, config.max_length, config.vocab_size)
 
     def cancel(self, request: Request) -> None:
         """Ends all samples of a request at once and frees their pages. The next `step` returns an Output of each that
@@ -427,7 +356,7 @@ class Engine:
         for chunk in work.chunks:
             self._prompt_tokens += chunk.end - chunk.start
             if chunk.is_last and chunk.sequence.request.sampling.has_adjusted_logits:
-                self._start_penalties(chunk.sequence)
+                self.executor.start_row(chunk.sequence.row, *self._batches.penalties(chunk.sequence))
         wants_prompt = any(chunk.sequence.wants_prompt_logprobs for chunk in work.chunks)
         arrays = self._batches.prefill(work)
         if self.draft is not None:
@@ -438,16 +367,6 @@ class Engine:
         for copy in work.kept:
             self.executor.keep(*copy)
         return call
-
-    def _start_penalties(self, sequence: Sequence) -> None:
-        counts_V = np.zeros(self._vocab_size, np.int32)
-        prompt = sequence.request.prompt
-        counts_V[[token for token in prompt if token < self._vocab_size]] = PROMPT_TOKEN
-        np.add.at(counts_V, sequence.tokens[len(prompt) :], 1)
-        bias_V = np.zeros(self._vocab_size, np.float32)
-        for token, bias in sequence.request.sampling.logit_bias.items():
-            bias_V[token] = bias
-        self.executor.start_row(sequence.row, counts_V, bias_V)
 
     # ------------------------------------------------------------------ warm-up
 
@@ -472,26 +391,18 @@ class Engine:
         limits = self.scheduler.limits
         self.scheduler.use(limits._replace(num_rows=shapes.rows[-1], chunk_tokens=shapes.chunks[-1]))
 
-    def _warm_up(self, stages: Items[Shapes]) -> list[Stage]:
+    def _warm_up(self, shapes: Items[Shapes]) -> list[Stage]:
         executors = [(self.executor, self.params)]
         if self.draft is not None:
             executors.append((self.draft.executor, self.draft.params))
-        counter = Counter()
-        found: list[Stage] = []
-        seen: set[tuple] = set()
-        for shapes in stages:
-            new = []
-            for executor, params in executors:
-                for key, compilation in executor.compilations(params, self._batches, shapes).items():
-                    if (executor, key) not in seen:
-                        seen.add((executor, key))
-                        new.append(counter.counted(compilation))
-            found.append(Stage(shapes, new))
-        first, *rest = found
+        compilations = [
+            [executor.compilations(params, self._batches, each) for executor, params in executors] for each in shapes
+        ]
+        first, *rest = staged(shapes, compilations)
         how = f", {len(first.compilations)} of them first" if rest else ""
         if self.executor.asks_for_graphs:
             how += ", and XLA is asked to make those for decoding CUDA graphs"
-        logger.info("compiling %d programs%s", len(seen), how)
+        logger.info("compiling %d programs%s", sum(len(stage.compilations) for stage in [first, *rest]), how)
         first.compile()
         for executor, params in executors:
             executor.run_once(params, self._batches, first.shapes)
@@ -509,19 +420,19 @@ class Engine:
         return bytes_per_page(self.model, self._sizes) / self._sizes.page_size
 
 
-def _check_guesses(model: Model, serving: ServingConfig) -> None:
-    """Raises ValueError if the model does not have the layers that are to guess."""
-    count = len(model.config.stacks_of("guess", model.execution))
-    if serving.num_guesses and not count:
-        raise ValueError(
-            f"draft_method={serving.draft_method}: the model has no layers of multi-token prediction; use "
-            "draft_method=lookup, or a draft model"
-        )
-    if serving.num_guesses > count:
-        raise ValueError(
-            f"draft_tokens={serving.num_guesses}: draft_method={serving.draft_method} guesses one token with each "
-            f"layer of multi-token prediction, of which the model has {count}; use draft_tokens={count}"
-        )
+def outputs_of(engine: Engine, prompts: Items[tuple[Items[int], Sampling]]) -> Iterator[tuple[int, Output]]:
+    """(number of a prompt, what is new) until all have finished. Leaving it cancels what has not."""
+    numbers = {engine.submit(prompt, sampling): number for number, (prompt, sampling) in enumerate(prompts)}
+    try:
+        unfinished = sum(sampling.n for _, sampling in prompts)
+        while unfinished and engine.has_work:
+            for output in engine.step():
+                if output.request in numbers:
+                    unfinished -= output.finish_reason is not None
+                    yield numbers[output.request], output
+    finally:
+        for request in numbers:
+            engine.cancel(request)
 
 
 def _formats(params: dict) -> tuple:

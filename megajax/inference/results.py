@@ -1,6 +1,7 @@
 """What the calls of the device have generated, as outputs of requests: tokens, final text, log-probabilities, and why a
 sample ends."""
 
+import dataclasses
 from typing import Literal, NamedTuple
 
 import jax
@@ -8,7 +9,8 @@ import numpy as np
 
 from megajax.data.tokenizers.tokenizer import Tokenizer, end_ids
 from megajax.inference.device.programs import Drawn
-from megajax.inference.scheduling.scheduler import Decode, Prefill, Request, Run, Scheduler, Sequence
+from megajax.inference.scheduling.scheduler import Scheduler
+from megajax.inference.scheduling.work import Decode, Prefill, Request, Run, Sequence
 from megajax.inference.tokens.sampling import Logprobs, TokenLogprobs
 from megajax.inference.tokens.text import TextStream
 
@@ -29,6 +31,28 @@ class Output(NamedTuple):
     finish_reason: Literal["stop", "length", "cancelled"] | None
     stop_reason: str | int | None
     """The stop text, or the token that ended the text."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """Counts since the engine was made, except for what is running, waiting and used now."""
+
+    num_running: int
+    num_waiting: int
+    pages_used: int
+    num_pages: int
+    prefix_queries: int
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hits: int
+    """Those that were found."""
+    prompt_tokens: int
+    """Computed prompt tokens, preempted ones each time."""
+    generated_tokens: int
+    preemptions: int
+    drafted: int
+    """Tokens guessed by speculative decoding."""
+    accepted: int
+    """Those that were right."""
 
 
 class Results:
@@ -95,20 +119,15 @@ class Results:
         run.sequence.num_drafted -= len(run.draft) - accepted
         self._add(run.sequence, jax.tree.map(lambda a: a[: accepted + 1], drawn))
 
-    def _read_prompt(self, work: Prefill, of_prompt) -> None:
-        logprobs, ids, top = of_prompt
+    def _read_prompt(self, work: Prefill, of_prompt: Logprobs) -> None:
         token = 0
         for chunk in work.chunks:
             request = chunk.sequence.request
-            if chunk.sequence.wants_prompt_logprobs:
-                following = request.prompt[len(request.prompt_logprobs) + 1 : chunk.end + 1]
-                first = token + len(request.prompt_logprobs) - chunk.start
-                for place, target in enumerate(following, first):
-                    request.prompt_logprobs.append(
-                        _token_logprobs(
-                            target, logprobs[place], ids[place], top[place], request.sampling.prompt_logprobs
-                        )
-                    )
+            found = request.prompt_logprobs
+            if found is not None and not chunk.sequence.index:  # the first sample computes them for all
+                following = request.prompt[len(found) + 1 : chunk.end + 1]
+                for place, target in enumerate(following, token + len(found) - chunk.start):
+                    found.append(_token_logprobs(target, of_prompt, place, request.sampling.prompt_logprobs))
             token += chunk.end - chunk.start
 
     def _add(self, sequence: Sequence, drawn: Drawn) -> None:
@@ -132,8 +151,7 @@ class Results:
                 sequence.guesses = tuple(drawn.guesses[step].tolist())
             self.num_generated += 1
             if logprobs is not None:
-                one = (a[step] for a in drawn.logprobs)
-                logprobs.append(_token_logprobs(token, *one, sampling.logprobs))
+                logprobs.append(_token_logprobs(token, drawn.logprobs, step, sampling.logprobs))
             stream = self._texts.get(sequence)
             if stream is not None:
                 text += stream.add(token)
@@ -156,6 +174,6 @@ class Results:
         self._outputs.append(Output(sequence.request, sequence.index, *arguments))
 
 
-def _token_logprobs(token: int, logprob, ids, top, count: int) -> TokenLogprobs:
-    pairs = zip(ids[:count].tolist(), top[:count].tolist(), strict=True)
-    return TokenLogprobs(token, float(logprob), list(pairs))
+def _token_logprobs(token: int, found: Logprobs, place: int, count: int | None) -> TokenLogprobs:
+    pairs = zip(found.top_ids_BK[place, :count].tolist(), found.top_BK[place, :count].tolist(), strict=True)
+    return TokenLogprobs(token, float(found.chosen_B[place]), list(pairs))

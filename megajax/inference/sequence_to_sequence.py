@@ -4,10 +4,9 @@ Dimensions: B prompts, S tokens of the longest, K beams, R = B K rows, T new tok
 One program writes all tokens of a batch. The paged engine and its server continue texts and do not run these models.
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,14 @@ from megajax.models.model import Model
 MOST_ROWS = 64  # of a batch, whose decoder has caches
 SUPPORTED = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
 """Fields of Sampling that have an effect here."""
+
+
+class Writes(Protocol):
+    """What writing asks of the module of a model that reads a source."""
+
+    def encode(self, batch: dict) -> jax.Array: ...
+    def extend(self, batch: dict, caches: dict) -> tuple[jax.Array, dict]: ...
+    def logits(self, x_BTD: jax.Array) -> jax.Array: ...
 
 
 class Written(NamedTuple):
@@ -64,12 +71,11 @@ class SequenceToSequence:
 
     def _check(self, sampling: Sampling, num_beams: int) -> None:
         sampling.check()
-        for field in dataclasses.fields(Sampling):
-            value = getattr(sampling, field.name)
-            default = field.default_factory() if field.default is dataclasses.MISSING else field.default
-            if field.name not in SUPPORTED and value != default:
+        for name, default in vars(Sampling()).items():
+            value = getattr(sampling, name)
+            if name not in SUPPORTED and value != default:
                 raise ValueError(
-                    f"{field.name}={value} is not supported by model.kind={self.model.config.kind}; leave it out"
+                    f"{name}={value} is not supported by model.kind={self.model.config.kind}; leave it out"
                 )
         if num_beams < 1:
             raise ValueError(f"num_beams={num_beams} must be at least 1")
@@ -148,14 +154,13 @@ def _write(
     """-> int32 [B, T]. tokens: number of ids that may be written, the first token of the decoder, and the token that
     ends a text or None."""
     vocab_size, start_id, end_id = tokens
-    module = model.module(params)
+    module = cast(Writes, model.module(params))  # what reads_source says of the config
     batch = {"encoder_tokens": source_BS, "encoder_segment_ids": is_text_BS}
     encoded_RSD, is_text_RS = (jnp.repeat(a, num_beams, 0) for a in (module.encode(batch), is_text_BS))
     num_rows = is_text_RS.shape[0]
 
     def read(token_R, place, caches, encoded=None):
         positions_R1 = jnp.full((num_rows, 1), place, jnp.int32)
-        caches = {name: tuple(cache.at(positions_R1) for cache in of_stack) for name, of_stack in caches.items()}
         inputs = {"tokens": token_R[:, None], "positions": positions_R1, "encoder_segment_ids": is_text_RS}
         x_R1D, caches = module.extend(inputs | {"encoded": encoded}, caches)
         return module.logits(x_R1D)[:, 0, :vocab_size], caches
@@ -176,7 +181,7 @@ def _write(
         return state._replace(step=state.step + 1, caches=caches, logits_RV=logits_RV, tokens_RT=tokens_RT)
 
     start_R = jnp.full(num_rows, start_id, jnp.int32)
-    logits_RV, caches = read(start_R, 0, model.config.new_caches(max_tokens, model.execution), encoded_RSD)
+    logits_RV, caches = read(start_R, 0, module.new_caches(num_rows, max_tokens), encoded_RSD)
     score_R = jnp.where(jnp.arange(num_rows) % num_beams == 0, 0.0, -jnp.inf)  # all beams begin alike
     end = 0 if end_id is None else end_id
     tokens_RT = jnp.full((num_rows, max_tokens), end, jnp.int32)

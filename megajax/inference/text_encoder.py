@@ -112,9 +112,9 @@ class TextEncoder:
 
     def _check_head(self, head: str) -> None:
         self._check("classify")
-        if self.model.config.head != head:
+        if self.head != head:
             what = "words" if head == "token_classification" else "texts"
-            raise ValueError(f"{self._source}: model.head={self.model.config.head} does not classify {what}")
+            raise ValueError(f"{self._source}: model.head={self.head} does not classify {what}")
 
     def _encode_masked(self, text: str) -> list[int]:
         """A tokenizer that knows the mask reads it itself, with the space that it may take in."""
@@ -131,16 +131,21 @@ class TextEncoder:
     def classes(self) -> tuple[str, ...]:
         """Names of the classes: of the labels of the run, or of the folder."""
         named = _names_in_run(self._source) or _names_in_folder(self._source)
-        return named or tuple(map(str, range(self.model.config.num_classes)))
+        return named or tuple(map(str, range(getattr(self.model.config, "num_classes", 0))))
+
+    @property
+    def head(self) -> str:
+        """What the model classifies, if it does: sequence_classification or token_classification."""
+        return getattr(self.model.config, "head", "")
 
     def _classified(self, probabilities: np.ndarray) -> Classified:
         named = dict(zip(self.classes, probabilities.tolist(), strict=True))
-        return Classified(max(named, key=named.get), named)
+        return Classified(max(named, key=named.__getitem__), named)
 
     def _probabilities(self, encoded: Sequence[tuple[list[int], ...]]) -> list[np.ndarray]:
         """[classes] of each text, or [T, classes] in the order of its tokens."""
         program = jax.jit(functools.partial(_classify, self.model))
-        of_words = self.model.config.head == "token_classification"
+        of_words = self.head == "token_classification"
 
         def run(batch: dict, rows: list[int], index_of: np.ndarray):
             found = program(self._params, batch)

@@ -7,6 +7,7 @@ finished (a closed loop, with a fixed number of requests at a time).
 import asyncio
 import dataclasses
 import json
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Protocol
@@ -119,7 +120,8 @@ async def measure(target: Target, load: Load, workload: Workload) -> Result:
             for _ in range(load.concurrency):
                 group.create_task(send_one_after_another())
     else:
-        pauses = np.random.default_rng(workload.seed).exponential(1 / load.request_rate, workload.num_requests)
+        rate = load.request_rate or math.inf
+        pauses = np.random.default_rng(workload.seed).exponential(1 / rate, workload.num_requests)
         async with asyncio.TaskGroup() as group:
             for prompt, at in zip(prompts, begin + np.cumsum(pauses), strict=True):
                 await asyncio.sleep(at - time.monotonic())

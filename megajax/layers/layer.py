@@ -9,11 +9,12 @@ fields of a particular kind.
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import jax
 from flax import nnx
 
+from megajax.layers.dropout import DropoutKey
 from megajax.mesh.config import MeshConfig
 
 
@@ -59,7 +60,8 @@ class Saved:
         )
 
 
-class Flops(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Flops:
     """FLOPs per token, of the forward pass unless stated otherwise; a multiply-add counts as two."""
 
     matmuls: float = 0.0
@@ -72,10 +74,15 @@ class Flops(NamedTuple):
     """Of the matmuls those of experts that a router chooses: devices may have uneven shares of them."""
 
     def __add__(self, other: "Flops") -> "Flops":
-        return Flops(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+        return Flops(
+            self.matmuls + other.matmuls,
+            self.mixing + other.mixing,
+            self.mixing_causal + other.mixing_causal,
+            self.routed + other.routed,
+        )
 
     def __mul__(self, factor: float) -> "Flops":
-        return Flops(*(factor * value for value in self))
+        return Flops(factor * self.matmuls, factor * self.mixing, factor * self.mixing_causal, factor * self.routed)
 
     def total(self, *, causal: bool) -> float:
         return self.matmuls + (self.mixing_causal if causal else self.mixing)
@@ -88,11 +95,11 @@ def _nothing(mesh: MeshConfig) -> float:
 class Activation(NamedTuple):
     """An activation that a layer may save for its backward pass."""
 
-    elements: int
+    elements: float
     """Elements per token; if a name stands for several arrays, of all of them."""
     flops: Flops = Flops()
     """Cost of recomputing it from the activations before it."""
-    scores: int = 0
+    scores: float = 0
     """Elements per token of attention scores and arrays of their size, float32: materialised by plain attention, never
     by the kernels."""
     needs_scores: bool = False
@@ -101,6 +108,15 @@ class Activation(NamedTuple):
     """Further elements per token on a mesh, which take memory and are not computed: empty rows of a buffer."""
     inside: int = 0
     """Elements per token of arrays that are written and read while it is computed, and never saved."""
+
+    def and_also(self, other: "Activation") -> "Activation":
+        """Of both under one name; `empty` and `inside` are those of the first."""
+        return self._replace(
+            elements=self.elements + other.elements,
+            flops=self.flops + other.flops,
+            scores=self.scores + other.scores,
+            needs_scores=self.needs_scores or other.needs_scores,
+        )
 
 
 class Terms(NamedTuple):
@@ -112,37 +128,54 @@ class Terms(NamedTuple):
     """Never part of the loss, float32 scalars or vectors: mean over the layers that have them and over microbatches."""
 
 
+class Totals(NamedTuple):
+    """The Terms of several layers."""
+
+    auxiliary: dict[str, jax.Array]
+    """{name: sum}."""
+    metrics: dict[str, tuple[jax.Array, jax.Array]]
+    """{name: (sum, number of layers)}."""
+
+
 class Cache(Protocol):
-    """State of a layer from earlier tokens; a pytree. Attention layers call its `attend` (attention/kv_cache.py)."""
+    """State of a layer from earlier tokens; a pytree."""
 
-    def at(self, places: Any) -> "Cache":
-        """The same, ready for the next tokens.
-
-        places: for a cache of `new_pages` the Places of these tokens (attention/kv_cache.py); for one of `new_cache`
-        int32 [B, T], the positions of the next T tokens of each row. A padding token has a position beyond the length
-        of the cache and must not change it.
-        """
+    def at(self, places: Any) -> Any:
+        """What the layer is called with: the same, ready for the tokens at these Places (attention/kv_cache.py)."""
 
 
-class LayerConfig(Protocol):
-    """A hashable description of one layer. `build` returns an nnx.Module that is called as
+class StackedConfig(Protocol):
+    """A hashable description of one layer, as a stack reads it. `build` returns an nnx.Module that is called as
 
         module(x [B, T, D], inputs, cache, key) -> (x, cache, Terms)
 
     inputs: what all layers of the stack read (Model.block_inputs); cache: None in training; key: for dropout, or None.
     """
 
-    kind: str
-    saved: Saved | None
-    embed_dim: int
-    """Width of the residual stream."""
-    modules: Mapping[str, Sequence[str]]
-    """{name in execution.recompute: the activations that need not be saved if the module is recomputed}."""
-    reach: int | None
-    """Last tokens, itself included, that a token reads from a cache in pages; None: all. A layer without pages need not
-    have it."""
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def saved(self) -> Saved | None: ...
 
     def build(self, rngs: nnx.Rngs) -> nnx.Module: ...
+
+
+class LayerConfig(StackedConfig, Protocol):
+    """A hashable description of one layer."""
+
+    @property
+    def embed_dim(self) -> int:
+        """Width of the residual stream."""
+
+    @property
+    def modules(self) -> Mapping[str, Sequence[str]]:
+        """{name in execution.recompute: the activations that need not be saved if the module is recomputed}."""
+
+    @property
+    def reach(self) -> int | None:
+        """Last tokens, itself included, that a token reads from a cache in pages; None: all. A layer without pages need
+        not have it."""
 
     def saving_by_name(self) -> "LayerConfig":
         """The same layer, with a Saved of all activations if it has None: a pipeline saves by name."""
@@ -160,42 +193,85 @@ class LayerConfig(Protocol):
         """{mesh axis: bytes per token} sent by a device in a step, in the limit of a long axis: over n devices it is
         (n - 1) / n of that."""
 
-    def new_cache(self, length: int) -> Any:
-        """An empty Cache for `length` tokens per row, each row with its own."""
-
     def new_pages(self, sizes: Any) -> Any:
         """An empty Cache of these PoolSizes (attention/kv_cache.py), shared by all sequences of an engine."""
 
 
-class FeedForwardConfig(Protocol):
-    """A hashable description of the part of a transformer layer that follows the attention. `build` returns an
-    nnx.Module that is called as
+class Branch(Protocol):
+    """The nnx.Module of a branch."""
 
-        module(x [B, T, D], generates: bool) -> (y [B, T, D], Terms)
+    @property
+    def input_axis(self) -> str:
+        """Logical axis of the sequence in its input."""
 
-    generates: with a cache, a few tokens at a time.
-    """
+    def __call__(
+        self, x_BTD: jax.Array, inputs: dict, cache: Any, key: DropoutKey | None, /
+    ) -> tuple[jax.Array, Any, Terms]:
+        """As a layer, but without the residual stream: the output is added to it. A branch that sees each token by
+        itself returns the cache as it is."""
 
-    kind: str
-    """Kind of the layer."""
+
+@dataclasses.dataclass(frozen=True)
+class BranchConfig:
+    """Base of the config of a branch of a layer, f in x + f(norm(x)): attention, a recurrent mixer, an MLP or experts.
+    The methods are those of a LayerConfig; those that raise here, and the attributes, are a branch's own."""
+
     embed_dim: int
-    modules: Mapping[str, Sequence[str]]
-    down_flops: float
-    """Of the output projection, per token."""
 
-    def build(self, rngs: nnx.Rngs) -> nnx.Module: ...
+    kind: ClassVar[str]
+    """That of a layer whose last branch it is."""
 
-    def check(self, mesh: MeshConfig) -> None:
-        """As LayerConfig."""
+    @property
+    def modules(self) -> Mapping[str, Sequence[str]]:
+        raise NotImplementedError
 
-    def flops(self) -> Flops:
-        """As LayerConfig."""
+    @property
+    def projected(self) -> str:
+        """The activation that the projections of its input make: to recompute it is to gather the input again."""
+        raise NotImplementedError
 
-    def activations(self) -> dict[str, Activation]:
-        """As LayerConfig, without the input."""
+    @property
+    def out_flops(self) -> float:
+        """FLOPs of the output projection per token."""
+        raise NotImplementedError
+
+    @property
+    def gathered_dim(self) -> int:
+        """Width of what is gathered over `tensor`: its input, unless it gathers what it computes of it."""
+        return self.embed_dim
+
+    @property
+    def reach(self) -> int | None:
+        return None
+
+    def build(self, rngs: nnx.Rngs) -> Branch:
+        raise NotImplementedError
+
+    def check(self, mesh: MeshConfig, sequence_length: int) -> None:
+        raise NotImplementedError
+
+    def flops(self, sequence_length: int) -> Flops:
+        raise NotImplementedError
+
+    def activations(self, sequence_length: int) -> dict[str, Activation]:
+        """Without the input."""
+        raise NotImplementedError
 
     def sent(self, mesh: MeshConfig, itemsize: int, passes: int) -> dict[str, float]:
-        """As LayerConfig. passes: number of forward and backward passes."""
+        """passes: number of forward and backward passes, each of which gathers the input and scatters the output."""
+        return {"tensor": passes * (self.gathered_dim + self.embed_dim) * itemsize}
+
+    def new_pages(self, sizes: Any) -> Any:
+        return NoState()
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class NoState:
+    """The cache of a branch that sees each token by itself."""
+
+    def at(self, places: Any) -> "NoState":
+        return self
 
 
 def check_divisible(axis: str, size: int, fields: dict[str, int]) -> None:

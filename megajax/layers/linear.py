@@ -27,6 +27,8 @@ class Matrix(nnx.Module):
 
     weight: nnx.Param
     transforms: tuple[Transform, ...] = ()
+    recipe: Recipe | None = None
+    """The low-precision format of the product; None: the dtype of its input."""
 
     @property
     def record(self) -> Parameter:
@@ -39,6 +41,13 @@ class Matrix(nnx.Module):
         """The effective weight, for operations that do their own product (of experts, of the chunked loss)."""
         return self._merged(self.transforms)
 
+    def array(self) -> jax.Array:
+        """`matrix()` of a weight that always comes as one array: of the output layer, and of latents, which are neither
+        quantised nor have a gradient in float32 where this is called."""
+        w = self.matrix()
+        assert isinstance(w, jax.Array), type(w)
+        return w
+
     def _merged(self, transforms: Sequence[Transform]) -> ops.Weight:
         w = self.weight[...]
         for transform in transforms:
@@ -48,9 +57,6 @@ class Matrix(nnx.Module):
 
 class Linear(Matrix):
     """x [..., *K] -> x w + b [..., *N], with w [*K, *N] and, if there is one, b [*N]."""
-
-    recipe: Recipe | None = None
-    """The low-precision format of the product; None: the dtype of x."""
 
     def __init__(
         self,
@@ -77,7 +83,7 @@ class Linear(Matrix):
     def __call__(self, x: jax.Array) -> jax.Array:
         w = self.multiplied()
         if self.recipe is not None:
-            y = _low_precision(x, (self,), (w,), 0, self.num_inputs)
+            y = _low_precision(x, self.recipe, (self,), (w,), 0, self.num_inputs)
         else:
             y = ops.matmul(x, w, self.num_inputs)
         return self.add_bias(self.changed(x, y))
@@ -95,7 +101,7 @@ class Linear(Matrix):
     @property
     def _num_merged(self) -> int:
         """Up to the last transform that has to be merged, all are, so that they keep their order."""
-        return max((n for n, transform in enumerate(self.transforms, 1) if transform.output is None), default=0)
+        return max((n for n, transform in enumerate(self.transforms, 1) if not transform.has_output), default=0)
 
     def add_bias(self, y: jax.Array) -> jax.Array:
         """y [..., *N], a product with the weight, plus the bias; y itself without one."""
@@ -135,8 +141,9 @@ def side_by_side(
     cache, where one product per weight is faster.
     """
     weights = [linear.multiplied().reshape(shape) for linear in linears]
-    if all(linear.recipe is not None for linear in linears):
-        y = _low_precision(x, linears, weights, axis, 1)
+    recipe = _common_recipe(linears)
+    if recipe is not None:
+        y = _low_precision(x, recipe, linears, weights, axis, 1)
     else:
         y = ops.matmul_side_by_side(x, weights, axis, has_gradient=has_gradient)
     return _changed(x, y, linears, x.ndim - 2 + axis) if any(linear.transforms for linear in linears) else y
@@ -156,14 +163,21 @@ def _changed(x: jax.Array, y: jax.Array, linears: Sequence[Linear], axis: int) -
 def input_axis(linears: Sequence[Linear]) -> str:
     """Logical axis of the sequence in an input of these Linears: in a low-precision format they gather what `tensor`
     splits after rounding it."""
-    return "sequence" if all(linear.recipe is not None for linear in linears) else "time"
+    return "sequence" if _common_recipe(linears) is not None else "time"
 
 
-def _low_precision(x, linears: Sequence[Linear], weights: Sequence[ops.Weight], axis: int, num_contracted: int):
+def _common_recipe(linears: Sequence[Linear]) -> Recipe | None:
+    """The low-precision format of products side by side: that of the first, if all have one."""
+    return linears[0].recipe if all(linear.recipe is not None for linear in linears) else None
+
+
+def _low_precision(
+    x, recipe: Recipe, linears: Sequence[Linear], weights: Sequence[ops.Weight], axis: int, num_contracted: int
+):
     axes = linears[0].record.axes
     residual = ("embed",)
     gathered = (axes[:num_contracted] == residual, len(linears) == 1 and axes[num_contracted:] == residual)
-    return low_precision_matmul(x, weights, axis, num_contracted, linears[0].recipe, gathered)
+    return low_precision_matmul(x, weights, axis, num_contracted, recipe, gathered)
 
 
 def add_stacked_biases(y: jax.Array, linears: Sequence[Linear]) -> jax.Array:

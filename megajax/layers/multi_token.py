@@ -8,92 +8,58 @@ those of the released weights and of Megatron.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.layers.attention.kv_cache import PagedCache, PoolSizes
-from megajax.layers.layer import Activation, Flops, Saved
+from megajax.layers.dropout import DropoutKey
+from megajax.layers.layer import Activation, Flops
 from megajax.layers.linear import Linear
 from megajax.layers.norm import Norm
 from megajax.layers.transformer import TransformerLayerConfig
-from megajax.mesh.config import MeshConfig
 from megajax.mesh.sharding import constrain
 from megajax.parallel.context import ContextMethod, current_order
 
 
-@dataclasses.dataclass(frozen=True)
-class MultiTokenConfig:
-    """A LayerConfig: reads `next_embeddings` [B, T, D] among its inputs."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MultiTokenConfig(TransformerLayerConfig):
+    """Its layer reads `next_embeddings` [B, T, D] among its inputs."""
 
-    layer: TransformerLayerConfig
-    init_std: float
-
-    @property
-    def kind(self) -> str:
-        return self.layer.kind
-
-    @property
-    def saved(self) -> Saved | None:
-        return self.layer.saved
-
-    @property
-    def embed_dim(self) -> int:
-        return self.layer.embed_dim
-
-    @property
-    def reach(self) -> int | None:
-        return self.layer.reach
-
-    @property
-    def modules(self) -> Mapping[str, Sequence[str]]:
-        return self.layer.modules
+    projection_std: float
+    """Initial standard deviation of W."""
 
     @property
     def projection_flops(self) -> Flops:
         return Flops(2 * 2 * self.embed_dim**2)
 
-    def build(self, rngs: nnx.Rngs) -> "MultiTokenLayer":
-        return MultiTokenLayer(self, rngs=rngs)
-
-    def saving_by_name(self) -> "MultiTokenConfig":
-        return dataclasses.replace(self, layer=self.layer.saving_by_name())
-
-    def check(self, mesh: MeshConfig, sequence_length: int) -> None:
-        self.layer.check(mesh, sequence_length)
+    def build(self, rngs: nnx.Rngs) -> nnx.Module:
+        return MultiTokenLayer(self, super().build, rngs=rngs)
 
     def flops(self, sequence_length: int) -> Flops:
-        return self.layer.flops(sequence_length) + self.projection_flops
+        return super().flops(sequence_length) + self.projection_flops
 
     def activations(self, sequence_length: int) -> dict[str, Activation]:
-        D = self.embed_dim
-        found = self.layer.activations(sequence_length)
-        residual = Activation(found["residual"].elements, self.projection_flops)
-        return {"hidden": Activation(2 * D), "joined": Activation(2 * D)} | found | {"residual": residual}
-
-    def sent(self, mesh: MeshConfig, itemsize: int) -> dict[str, float]:
-        return self.layer.sent(mesh, itemsize)
-
-    def new_pages(self, sizes: PoolSizes) -> PagedCache:
-        return self.layer.new_pages(sizes)
+        joined = Activation(2 * self.embed_dim)
+        residual = Activation(self.embed_dim, self.projection_flops)
+        return {"hidden": joined, "joined": joined} | super().activations(sequence_length) | {"residual": residual}
 
 
 class MultiTokenLayer(nnx.Module):
     """(h [B, T, D] of depth k - 1, inputs, cache, key) -> (h of depth k, cache, Terms)."""
 
-    def __init__(self, config: MultiTokenConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: MultiTokenConfig, build_layer: Callable[[nnx.Rngs], nnx.Module], *, rngs: nnx.Rngs):
         D = config.embed_dim
-        norm = config.layer.norm
-        self.embedding_norm = Norm(norm, D, rngs=rngs)
-        self.hidden_norm = Norm(norm, D, rngs=rngs)
-        self.projection = Linear((2 * D,), (D,), ("embed", "head_dim"), config.init_std, rngs=rngs)
-        self.layer = config.layer.build(rngs)
-        self.final_norm = Norm(norm, D, rngs=rngs)
+        self.embedding_norm = Norm(config.norm, D, rngs=rngs)
+        self.hidden_norm = Norm(config.norm, D, rngs=rngs)
+        self.projection = Linear((2 * D,), (D,), ("embed", "head_dim"), config.projection_std, rngs=rngs)
+        self.layer = build_layer(rngs)
+        self.final_norm = Norm(config.norm, D, rngs=rngs)
 
-    def __call__(self, h_BTD: jax.Array, inputs: dict, cache, key):
+    def __call__(self, h_BTD: jax.Array, inputs: dict, cache: Any, key: DropoutKey | None):
         normed = self.embedding_norm(inputs["next_embeddings"]), self.hidden_norm(h_BTD)
         joined = checkpoint_name(jnp.concatenate(normed, -1), "joined")
         x_BTD = constrain(self.projection(joined), "batch", "sequence", None)

@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from megajax.layers.dropout import DropoutKey
-from megajax.layers.layer import LayerConfig, Saved, Terms
+from megajax.layers.layer import LayerConfig, Saved, StackedConfig, Terms, Totals
 from megajax.layers.linear import matrices_of
 from megajax.layers.transform import Transform, current_transforms
 from megajax.parallel.schedule import Stages
@@ -34,7 +34,9 @@ class Stack(nnx.Module):
     ):  # fmt: skip
         """stages: those of the pipeline that runs the layers through run_stage; None: __call__ runs them.
         is_on_all_ranks: whether every rank of a pipeline runs all of the layers, through __call__."""
-        self.configs = tuple(layers) if stages is None else tuple(layer.saving_by_name() for layer in layers)
+        self.configs: tuple[StackedConfig, ...] = tuple(layers)
+        if stages is not None:
+            self.configs = tuple(layer.saving_by_name() for layer in layers)
         if transforms := current_transforms():
             self.configs = tuple(
                 TransformedLayer(config, tuple(transform.in_layer(number, len(layers)) for transform in transforms))
@@ -48,7 +50,7 @@ class Stack(nnx.Module):
             setattr(self, kind, _build_stacked(self.configs, key, rows, axes))
 
     def __call__(self, x, inputs: dict, caches: Sequence | None = None, key: DropoutKey | None = None):
-        """Runs all layers -> (x, caches, their Terms combined by `total`).
+        """Runs all layers -> (x, caches, Totals).
 
         caches: one per layer, or None (training). key: for dropout, folded with the index of each layer; None: no
         dropout.
@@ -116,9 +118,9 @@ class Stack(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class TransformedLayer:
-    """A layer whose matrices have transforms; what the stack needs of a LayerConfig."""
+    """A layer whose matrices have transforms."""
 
-    layer: LayerConfig
+    layer: StackedConfig
     transforms: tuple[Transform, ...]
 
     @property
@@ -156,12 +158,12 @@ class Loop:
     period: int
     steps: int
 
-    def layers_of(self, configs: Sequence[LayerConfig], kind: str) -> int:
+    def layers_of(self, configs: Sequence[StackedConfig], kind: str) -> int:
         """Number of its layers of this kind."""
         return sum(config.kind == kind for config in configs[self.first : self.first + self.period * self.steps])
 
 
-def loops_of(configs: Sequence[LayerConfig]) -> list[Loop]:
+def loops_of(configs: Sequence[StackedConfig]) -> list[Loop]:
     """Splits the stack into consecutive loops, greedily: each takes the pattern whose repetition covers the most
     layers, the shortest on ties. A layer that starts no repetition is a loop of one step."""
     loops: list[Loop] = []
@@ -185,23 +187,21 @@ def _repetitions(configs: tuple, period: int) -> int:
     return count
 
 
-def total(found: Sequence[Terms]) -> Terms:
-    """Combines the Terms of several layers: auxiliary {name: sum}, metrics {name: (sum, number of layers)}."""
+def total(found: Sequence[Terms]) -> Totals:
     count = jax.numpy.float32(1)
-    counted = [
-        terms._replace(metrics={name: (value, count) for name, value in terms.metrics.items()}) for terms in found
-    ]
-    return add_totals(counted)
+    return add_totals(
+        [Totals(terms.auxiliary, {name: (value, count) for name, value in terms.metrics.items()}) for terms in found]
+    )
 
 
-def add_totals(totals: Sequence[Terms]) -> Terms:
-    """Adds several results of `total`."""
+def add_totals(totals: Sequence[Totals]) -> Totals:
+    """Of all layers of several Totals."""
     auxiliary = {}
     metrics = {}
     for terms in totals:
         auxiliary = add_by_name(auxiliary, terms.auxiliary)
         metrics = add_by_name(metrics, terms.metrics)
-    return Terms(auxiliary, metrics)
+    return Totals(auxiliary, metrics)
 
 
 @jax.custom_vjp
@@ -288,7 +288,7 @@ def _structure(config) -> Structure:
     return Structure.of(nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(params=0))))[1])
 
 
-def merged_layers(configs: Sequence[LayerConfig], weights: dict) -> dict:
+def merged_layers(configs: Sequence[StackedConfig], weights: dict) -> dict:
     """Stacked weights of layers with these configs, in which transforms are merged into the matrices; what they put
     beside the matrices is still there."""
     found = []
@@ -308,7 +308,7 @@ def rows_of_kind(configs: Sequence, kind: str, stages: Stages | None) -> np.ndar
 
 
 def _build_stacked(
-    configs: Sequence[LayerConfig], key: jax.Array, numbers: np.ndarray, axes: tuple[str, ...]
+    configs: Sequence[StackedConfig], key: jax.Array, numbers: np.ndarray, axes: tuple[str, ...]
 ) -> nnx.Module:
     """One layer with parameters [*numbers.shape, ...]; axes: logical axes of these dims. Each row is initialised by its
     own config and key; rows numbered -1 are zero. With n different initialisers every row is drawn n times (lax.switch
@@ -339,18 +339,18 @@ def _build_stacked(
     return nnx.merge(_graphdef(configs[numbers.max()]), state)
 
 
-def _init_state(config: LayerConfig, key: jax.Array):
+def _init_state(config: StackedConfig, key: jax.Array):
     return nnx.split(config.build(nnx.Rngs(params=key)))[1]
 
 
 @functools.cache
-def _init_program(config: LayerConfig) -> str:
+def _init_program(config: StackedConfig) -> str:
     """The program that initialises a layer's parameters: equal for layers that differ only in their forward pass."""
     program = jax.make_jaxpr(functools.partial(_init_state, config))(jax.eval_shape(lambda: jax.random.key(0)))
     return f"{program} {[np.asarray(constant).tobytes() for constant in program.consts]}"
 
 
-def _check_same_parameters(configs: Sequence[LayerConfig], numbers: np.ndarray) -> None:
+def _check_same_parameters(configs: Sequence[StackedConfig], numbers: np.ndarray) -> None:
     """Raises ValueError if the layers of one kind cannot share their arrays."""
     first, *others = sorted(number for number in numbers.ravel().tolist() if number >= 0)
     wanted = _parameters(configs[first])
@@ -365,15 +365,15 @@ def _check_same_parameters(configs: Sequence[LayerConfig], numbers: np.ndarray) 
 
 
 @functools.cache
-def _parameters(config: LayerConfig) -> dict[str, str]:
+def _parameters(config: StackedConfig) -> dict[str, str]:
     """{name: shape and dtype}."""
     state = jax.eval_shape(functools.partial(_init_state, config), jax.eval_shape(lambda: jax.random.key(0)))
     leaves = zip(Structure.of(state).paths, jax.tree.leaves(state), strict=True)
     return {".".join(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
 
 
-def run_stage(configs: Sequence[LayerConfig], weights: Sequence[dict], x, inputs: Sequence):
-    """Runs some layers in sequence -> (x, their Terms combined by `total`).
+def run_stage(configs: Sequence[StackedConfig], weights: Sequence[dict], x, inputs: Sequence):
+    """Runs some layers in sequence -> (x, Totals).
 
     weights: nested dicts, one per layer; inputs: (inputs, dropout key or None), one per layer.
     """

@@ -9,21 +9,25 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import jax
 from flax import nnx
 
 from megajax.parameters import Parameter, matches
-from megajax.precision import PrecisionConfig, Recipe
+from megajax.precision import Recipe
+
+if TYPE_CHECKING:
+    from megajax.layers.linear import Matrix
 
 logger = logging.getLogger("megajax")
 
 _CURRENT: ContextVar[tuple["Transform", ...]] = ContextVar("transforms", default=())
 
 
+@dataclasses.dataclass(frozen=True)
 class Transform:
     """Base of a transform: a frozen dataclass. Its methods get the Matrix (layers/linear.py) that it is applied to."""
 
@@ -44,19 +48,24 @@ class Transform:
         """Whether it is applied to the matrix of this name in a layer."""
         return self.fits(record) and matches(name, self.matrices)
 
-    def apply(self, matrix: nnx.Module, rngs: nnx.Rngs) -> None:
+    def apply(self, matrix: "Matrix", rngs: nnx.Rngs) -> None:
         """Called once a layer is built. An override adds parameters: `matrix.lora_a = weight(..., "adapter")`, which
         is `query_lora_a` in a checkpoint, with axes from `matrix.record`."""
         matrix.transforms += (self,)
 
-    def merged(self, matrix: nnx.Module, w: jax.Array) -> jax.Array:
+    def merged(self, matrix: "Matrix", w: jax.Array) -> jax.Array:
         """The weight [*K, *N] or, of experts, [E, K, N], in w's dtype, that alone gives the products of `w` with this
         transform. Raises ValueError if there is none; then `output` is needed, and the model cannot be exported."""
         raise NotImplementedError
 
-    output: Callable[[nnx.Module, jax.Array, jax.Array], jax.Array] | None = None
-    """(matrix, x [..., *K], y [..., *N]) -> the product of x, from the product y before this transform; None: products
-    read the merged weight, as those of experts always do."""
+    def output(self, matrix: "Matrix", x: jax.Array, y: jax.Array) -> jax.Array:
+        """The product of x [..., *K], from the product y [..., *N] before this transform. Without an override products
+        read the merged weight, as those of experts always do."""
+        raise NotImplementedError
+
+    @property
+    def has_output(self) -> bool:
+        return type(self).output is not Transform.output
 
 
 @contextlib.contextmanager
@@ -77,27 +86,25 @@ def current_transforms() -> tuple[Transform, ...]:
 class LowPrecision(Transform):
     """Rounds the operands of products to the format of precision.recipe."""
 
-    precision: PrecisionConfig
+    recipe: Recipe
+    high_layers: tuple[int, int]
+    """First and last layers that stay in precision.compute."""
     is_active: bool = True
-    """False: in a layer that stays in precision.compute."""
+    """False: in one of these."""
 
     field = "precision.low_modules"
 
-    @property
-    def matrices(self) -> tuple[str, ...]:
-        return self.precision.low_matrices
-
     def in_layer(self, number: int, num_layers: int) -> Self:
-        first, last = self.precision.high_layers
+        first, last = self.high_layers
         return dataclasses.replace(self, is_active=first <= number < num_layers - last)
 
     def fits(self, record: Parameter) -> bool:
         if "experts" in record.axes:
-            _log_experts(self.precision.recipe)
+            _log_experts(self.recipe)
         return "experts" not in record.axes
 
-    def apply(self, matrix: nnx.Module, rngs: nnx.Rngs) -> None:
-        matrix.recipe = self.precision.recipe if self.is_active else None
+    def apply(self, matrix: "Matrix", rngs: nnx.Rngs) -> None:
+        matrix.recipe = self.recipe if self.is_active else None
 
 
 @functools.cache

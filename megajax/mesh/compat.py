@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.api_util
@@ -24,6 +25,11 @@ def use_virtual_cpu_devices(count: int) -> None:
 def use_gloo() -> None:
     """Uses gloo for collectives between CPU processes. Call before jax.distributed.initialize."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+
+
+def setting(name: str) -> Any:
+    """A value of jax.config."""
+    return getattr(jax.config, name)
 
 
 def mesh_platform() -> str:
@@ -72,7 +78,7 @@ def cudnn_version() -> int | None:
     try:
         from jax._src.lib import cuda_versions
 
-        return cuda_versions and cuda_versions.cudnn_get_version()
+        return cuda_versions.cudnn_get_version() if cuda_versions else None
     except (ImportError, AttributeError):
         return None
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from megajax.fields.ranges import PositiveInt
 
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 MOST_VIRTUAL_DEVICES = 16
 """To suggest on a CPU; a mesh for more devices is that of a model for which a CPU is too small."""
-
-PipelineSchedule = Literal["gpipe", "1f1b"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +30,6 @@ class MeshConfig:
     """Devices that split the experts of a mixture, and the batch everywhere else."""
     context: int = 1
     """Devices that split each sequence, attention included; also shards parameters and optimizer state, like fsdp."""
-    pipeline_schedule: PipelineSchedule = "1f1b"
-    """Order of the microbatches: one forward, one backward (1f1b), or all forward first (gpipe)."""
     virtual_stages: PositiveInt = 1
     """Chunks of layers per pipeline device; more than one gives interleaved 1F1B, with a smaller bubble."""
     pipeline_layout: str = ""
@@ -65,11 +61,6 @@ class MeshConfig:
         if len(free) > 1:
             raise ValueError(
                 f"mesh.{free[0]}=-1 and mesh.{free[1]}=-1: only one axis may take the remaining devices; fix one"
-            )
-        if self.virtual_stages > 1 and self.pipeline_schedule == "gpipe":
-            raise ValueError(
-                f"mesh.virtual_stages={self.virtual_stages} needs --mesh.pipeline_schedule=1f1b; gpipe has one stage "
-                "per device"
             )
         if self.pipeline == 1 and (self.virtual_stages > 1 or self.pipeline_layout):
             raise ValueError(

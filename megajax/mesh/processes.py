@@ -32,7 +32,7 @@ def initialize_processes() -> None:
     been heard from for 100 s, or connects again.
     """
     env = os.environ
-    is_cpu = jax.config.jax_platforms == "cpu"
+    is_cpu = compat.setting("jax_platforms") == "cpu"
     if is_cpu:
         compat.use_gloo()
     if int(env.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in env:
@@ -91,7 +91,7 @@ def use_compilation_cache(folder: str | Path = COMPILATION_CACHE) -> None:
 
     JAX's own settings take precedence: JAX_COMPILATION_CACHE_DIR, JAX_ENABLE_COMPILATION_CACHE=false.
     """
-    if jax.config.jax_compilation_cache_dir is not None:
+    if compat.setting("jax_compilation_cache_dir") is not None:
         return
     is_cpu = jax.default_backend() == "cpu"
     try:

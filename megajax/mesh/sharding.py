@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.mesh import compat
@@ -71,7 +71,7 @@ def local_weight_spec(axes: Sequence[str], axis_names) -> P:
     return P(*(entry_of(tuple(name for name in WEIGHT_AXES[axis] if name in axis_names)) for axis in axes))
 
 
-def weight_shardings(records, mesh: Mesh):
+def weight_shardings(records, mesh: Mesh | AbstractMesh):
     """Pytree of Parameter records -> pytree of NamedSharding."""
     return jax.tree.map(lambda record: NamedSharding(mesh, weight_spec(record.axes)), records)
 

@@ -8,7 +8,8 @@ megatron/core/models/bert.
 
 import dataclasses
 import math
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from megajax.layers.layer import Flops
 from megajax.layers.linear import Linear
 from megajax.layers.norm import Norm, NormConfig
 from megajax.layers.stack import Stack
-from megajax.layers.transformer import TransformerLayerConfig
+from megajax.layers.transformer import ResidualLayerConfig, TransformerLayerConfig
 from megajax.mesh.config import MeshConfig
 from megajax.mesh.sharding import constrain
 from megajax.models.decoder_fields import check_embedding_divides, padded_vocab_size
@@ -125,7 +126,7 @@ class BertConfig(ModelConfig):
     def build(self, rngs: nnx.Rngs, dtype: jnp.dtype, execution: ExecutionConfig, stages: Stages | None) -> "Bert":
         return Bert(self, dtype, execution, stages, rngs=rngs)
 
-    def stacks(self, execution: ExecutionConfig) -> dict[str, tuple[TransformerLayerConfig, ...]]:
+    def stacks(self, execution: ExecutionConfig) -> Mapping[str, tuple[ResidualLayerConfig, ...]]:
         return {"layers": tuple(self._layer_config(number, execution) for number in range(self.num_layers))}
 
     def inputs(self, sequence_length: int, *, packed: bool) -> dict[str, BatchArray]:
@@ -261,7 +262,6 @@ class Bert(OneStack):
         return constrain(dropout(x_BTD, config.dropout, key, order), "batch", "sequence", None)
 
     def block_inputs(self, batch: dict) -> dict:
-        """What every layer reads besides x."""
         return {"segment_ids": batch["segment_ids"]}
 
     def output(self, x_BTD: jax.Array) -> jax.Array:
@@ -273,11 +273,7 @@ class Bert(OneStack):
         wide_BTD = constrain(self.head_dense(h_BTD), "batch", "sequence", None)
         return self.head_norm(activate(wide_BTD[..., None, :], self.config.head_activation or self.config.activation))
 
-    def head_matrix(self) -> jax.Array:
-        """[D, V]."""
-        return self.embedding[...].T if self.config.tied_embeddings else self.head.matrix()
-
-    def logit_options(self) -> dict:
+    def logit_options(self) -> dict[str, Any]:
         return dict(vocab_size=self.config.vocab_size, bias_V=self.head_bias[...])
 
     # ------------------------------------------------------------------ classes

@@ -4,7 +4,8 @@ Dimensions: B batch, T sequence, D model width, V vocabulary (padded).
 """
 
 import dataclasses
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,12 @@ from megajax.layers.attention.rope import rope_tables
 from megajax.layers.dropout import DropoutKey, dropout
 from megajax.layers.feed_forward.mlp import MlpConfig
 from megajax.layers.feed_forward.moe import ExpertsConfig
-from megajax.layers.layer import FeedForwardConfig, Flops
+from megajax.layers.layer import Flops
 from megajax.layers.linear import Linear
 from megajax.layers.multi_token import MultiTokenConfig, shifted
 from megajax.layers.norm import Norm
 from megajax.layers.stack import Stack, add_by_name
-from megajax.layers.transformer import TransformerLayerConfig
+from megajax.layers.transformer import ResidualLayerConfig, TransformerLayerConfig
 from megajax.mesh.config import MeshConfig
 from megajax.mesh.sharding import constrain
 from megajax.models.decoder_fields import DecoderFields
@@ -42,12 +43,14 @@ class DecoderConfig(DecoderFields, ModelConfig):
     def build(self, rngs: nnx.Rngs, dtype: jnp.dtype, execution: ExecutionConfig, stages: Stages | None) -> "Decoder":
         return Decoder(self, dtype, execution, stages, rngs=rngs)
 
-    def stacks(self, execution: ExecutionConfig) -> dict[str, tuple[TransformerLayerConfig, ...]]:
+    def stacks(self, execution: ExecutionConfig) -> Mapping[str, tuple[ResidualLayerConfig, ...]]:
         """The layers of multi-token prediction are stacks of one, because each reads other tokens."""
-        found = {"layers": tuple(self._layer_config(number, execution) for number in range(self.num_layers))}
+        found: dict[str, tuple[TransformerLayerConfig, ...]] = {
+            "layers": tuple(self._layer_config(number, execution) for number in range(self.num_layers))
+        }
         for depth in range(1, self.mtp_layers + 1):
             layer = self._layer_config(self.num_layers - 1, execution)
-            found[mtp_name(depth)] = (MultiTokenConfig(layer, self.init_std),)
+            found[mtp_name(depth)] = (MultiTokenConfig(**vars(layer), projection_std=self.init_std),)
         return found
 
     @property
@@ -61,17 +64,25 @@ class DecoderConfig(DecoderFields, ModelConfig):
     def flops_outside(self, sequence_length: int) -> Flops:
         return Flops(2 * self.padded_vocab_size * self.embed_dim * (1 + self.mtp_layers))
 
-    @property
-    def max_length(self) -> int | None:
-        return {"learned": self.max_positions, "rope": self.rope.max_length}.get(self.position)
-
     def _layer_config(self, number: int, execution: ExecutionConfig) -> TransformerLayerConfig:
+        layer = TransformerLayerConfig(
+            attention=self._attention(number, execution),
+            mlp=self._feed_forward(number, execution),
+            norm=self.norm_config,
+            norm_placement=self.norm_placement,
+            parallel_residual=self.parallel_residual,
+            residual_multiplier=self.residual_multiplier,
+            dropout=self.dropout,
+        )
+        return layer.saving(execution.recompute_of(number), execution.recompute_modules, execution.offload)
+
+    def _attention(self, number: int, execution: ExecutionConfig) -> AttentionConfig:
         letter = self.attention_letter(number)
         size = self.window if letter == "w" else None
         rope = "none"
         if self.position == "rope" and letter != "n":
             rope = "global" if size is None or self.rope.local_base is None else "local"
-        fields = dict(
+        attention = AttentionConfig(
             embed_dim=self.embed_dim,
             num_heads=self.num_heads,
             num_kv_heads=self.kv_heads,
@@ -93,32 +104,30 @@ class DecoderConfig(DecoderFields, ModelConfig):
             out_init_std=self.out_init_std,
         )
         if self.latent.kv_rank is None:
-            attention = AttentionConfig(**fields)
-        else:
-            attention = LatentAttentionConfig(**fields, latent=self.latent, norm=self.norm_config)
-        layer = TransformerLayerConfig(
-            attention=attention,
-            mlp=self._feed_forward(number, execution),
+            return attention
+        return LatentAttentionConfig(
+            **vars(attention),
+            kv_rank=self.latent.kv_rank,
+            q_rank=self.latent.q_rank,
+            rope_dim=self.latent.rope_dim,
+            value_dim=self.latent.value_dim or self.width_of_head,
             norm=self.norm_config,
-            norm_placement=self.norm_placement,
-            parallel_residual=self.parallel_residual,
-            residual_multiplier=self.residual_multiplier,
-            dropout=self.dropout,
         )
-        return layer.saving(execution.recompute_of(number), execution.recompute_modules, execution.offload)
 
-    def _feed_forward(self, number: int, execution: ExecutionConfig) -> FeedForwardConfig:
-        D = self.embed_dim
-        F = self.width_of_mlp
-        if not self.has_experts(number):
-            return MlpConfig(D, F, self.activation, "mlp" in self.biases, self.init_std, self.out_init_std)
+    def _feed_forward(self, number: int, execution: ExecutionConfig) -> MlpConfig:
+        has_bias = "mlp" in self.biases
+        sizes = (self.activation, has_bias, self.init_std, self.out_init_std)
+        moe = self.moe
+        if moe.num_experts is None or not self.has_experts(number):
+            return MlpConfig(self.embed_dim, self.width_of_mlp, *sizes)
         return ExpertsConfig(
-            moe=self.moe,
-            embed_dim=D,
-            mlp_dim=self.moe.expert_dim or F,
-            activation=self.activation,
-            init_std=self.init_std,
-            out_init_std=self.out_init_std,
+            self.embed_dim,
+            moe.expert_dim or self.width_of_mlp,
+            *sizes,
+            num_experts=moe.num_experts,
+            router=moe.router,
+            shared=MlpConfig(self.embed_dim, moe.shared_dim, *sizes) if moe.shared_dim is not None else None,
+            shared_gate=moe.shared_gate,
             context=execution.context_attention,
             dispatch=execution.expert_dispatch,
             buffer=execution.expert_buffer,
@@ -154,7 +163,7 @@ class Decoder(OneStack):
             axes = ("positions", "embed")
             self.position_embedding = weight((config.max_positions, D), axes, init, rngs, "embedding")
         scan = execution.scans(config.num_layers)
-        stacks = config.stacks(execution)
+        stacks = dict(config.stacks(execution))
         self.layers = Stack(stacks.pop("layers"), scan=scan, rngs=rngs, stages=stages)
         for name, layers in stacks.items():
             setattr(self, name, Stack(layers, scan=False, rngs=rngs, is_on_all_ranks=stages is not None))
@@ -177,7 +186,6 @@ class Decoder(OneStack):
         return constrain(dropout(x_BTD, self.config.dropout, key, order), "batch", "sequence", None)
 
     def block_inputs(self, batch: dict) -> dict:
-        """What every layer reads besides x."""
         inputs = {name: batch[name] for name in ("segment_ids",) if name in batch}
         ropes = {"global": self.config.rope} if self.config.position == "rope" else {}
         if self.config.rope.local_base is not None:
@@ -214,7 +222,8 @@ class Decoder(OneStack):
                 later_BT = shifted(batch | {"likely": likely_BT}, ["likely"], depth, self.context)["likely"]
                 counts_BT = weights_BT > 0
                 agrees_BT = counts_BT & (self._most_likely(h_BTD, batch) == later_BT)
-                rates[f"mtp_acceptance/{depth}"] = tuple(jnp.sum(a, dtype=jnp.float32) for a in (agrees_BT, counts_BT))
+                agreeing, counted = (jnp.sum(a, dtype=jnp.float32) for a in (agrees_BT, counts_BT))
+                rates[f"mtp_acceptance/{depth}"] = (agreeing, counted)
         further = {"mtp_loss": self.config.mtp_loss / self.config.mtp_layers * total}
         return terms._replace(metrics=terms.metrics | metrics, further=further, rates=rates)
 
@@ -229,11 +238,7 @@ class Decoder(OneStack):
         h_BTD, cache, _ = getattr(self, name)(h_BTD, inputs, caches[name])
         return h_BTD, {name: cache}
 
-    def head_matrix(self) -> jax.Array:
-        """[D, V]."""
-        return self.embedding[...].T if self.config.tied_embeddings else self.head.matrix()
-
-    def logit_options(self) -> dict:
+    def logit_options(self) -> dict[str, Any]:
         return dict(
             vocab_size=self.config.vocab_size,
             bias_V=self.head_bias[...] if "head" in self.config.biases else None,

@@ -143,7 +143,7 @@ class DecoderFields:
 
     @property
     def norm_config(self) -> NormConfig:
-        kind = self.norm.removesuffix("_1p")
+        kind = "layernorm" if self.norm.startswith("layernorm") else "rmsnorm"
         return NormConfig(kind, self.norm_epsilon, zero_centered=kind != self.norm, bias="norm" in self.biases)
 
     def attention_letter(self, number: int) -> str:
@@ -165,6 +165,11 @@ class DecoderFields:
     def out_init_std(self) -> float:
         """Of output projections."""
         return self.init_std / math.sqrt(self.num_branches)
+
+    @property
+    def max_length(self) -> int | None:
+        """Maximum sequence length in tokens; None: unlimited."""
+        return {"learned": self.max_positions, "rope": self.rope.max_length}.get(self.position)
 
     @property
     def padded_vocab_size(self) -> int:

@@ -13,7 +13,8 @@ D model width, V vocabulary (padded).
 
 import dataclasses
 import math
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,19 +24,19 @@ from flax import nnx
 from megajax.fields.ranges import MAY_CHANGE, DropRate, Epsilon, InitStd, Multiplier, PositiveInt, Range, VocabMultiple
 from megajax.layers.attention.multi_head import AttentionConfig
 from megajax.layers.attention.relative_position import RelativeBias, RelativeBiasConfig
-from megajax.layers.cross_attention import CrossAttentionConfig, CrossAttentionLayerConfig
+from megajax.layers.cross_attention import CrossAttentionLayerConfig, CrossCache
 from megajax.layers.dropout import DropoutKey, dropout
 from megajax.layers.feed_forward.mlp import MlpConfig
-from megajax.layers.layer import Flops, Terms
+from megajax.layers.layer import Flops, Totals
 from megajax.layers.linear import Linear
 from megajax.layers.norm import Norm, NormConfig
 from megajax.layers.stack import Stack
-from megajax.layers.transformer import TransformerLayerConfig
+from megajax.layers.transformer import ResidualLayerConfig, TransformerLayerConfig
 from megajax.mesh.config import MeshConfig
 from megajax.mesh.sharding import constrain
 from megajax.models.decoder_fields import check_embedding_divides, padded_vocab_size
 from megajax.models.execution import ExecutionConfig
-from megajax.models.interface import BatchArray, LossModule, ModelConfig, StackRole, split_key
+from megajax.models.interface import AnyModule, BatchArray, ModelConfig, StackRole, split_key
 from megajax.ops.activation import GATED, Activation
 from megajax.ops.attention_mask import CAUSAL, FULL, Mask
 from megajax.ops.embedding import embed
@@ -142,12 +143,12 @@ class EncoderDecoderConfig(ModelConfig):
     ) -> "EncoderDecoder":
         return EncoderDecoder(self, dtype, execution, rngs=rngs)
 
-    def stacks(self, execution: ExecutionConfig) -> dict[str, tuple[TransformerLayerConfig, ...]]:
+    def stacks(self, execution: ExecutionConfig) -> Mapping[str, tuple[ResidualLayerConfig, ...]]:
         how = (execution.recompute_modules, execution.offload)
-        encoder = self._layer(execution)
+        encoder = self._layer(execution, FULL)
         decoder = CrossAttentionLayerConfig(
-            **self._parts(execution, CAUSAL),
-            cross_attention=CrossAttentionConfig(**self._attention(execution, FULL, relative_bias=False)),
+            **vars(self._layer(execution, CAUSAL)),
+            cross_attention=dataclasses.replace(encoder.attention, relative_bias=False),
             length=self.decoder_length,
         )
         return {
@@ -155,26 +156,9 @@ class EncoderDecoderConfig(ModelConfig):
             "decoder": tuple(decoder.saving(execution.recompute_of(n), *how) for n in range(self.decoder_layers)),
         }
 
-    def _layer(self, execution: ExecutionConfig) -> TransformerLayerConfig:
-        return TransformerLayerConfig(**self._parts(execution, FULL))
-
-    def _parts(self, execution: ExecutionConfig, mask: Mask) -> dict:
-        """What the layers of both stacks have."""
-        is_relative = self.position == "relative"
-        return dict(
-            attention=AttentionConfig(**self._attention(execution, mask, relative_bias=is_relative)),
-            mlp=MlpConfig(
-                self.embed_dim, self.mlp_dim, self.activation, self.bias, self.init_std(self.embed_dim),
-                self.init_std(self.mlp_dim),
-            ),
-            norm=self.norm_config,
-            dropout=self.dropout,
-        )  # fmt: skip
-
-    def _attention(self, execution: ExecutionConfig, mask: Mask, *, relative_bias: bool) -> dict:
-        # With a scale of 1 the queries begin smaller instead.
-        query_std = self.init_std(self.embed_dim) / (self.attention_scale * math.sqrt(self.head_dim))
-        return dict(
+    def _layer(self, execution: ExecutionConfig, mask: Mask) -> TransformerLayerConfig:
+        """Self-attention with this mask, and the MLP."""
+        attention = AttentionConfig(
             embed_dim=self.embed_dim,
             num_heads=self.num_heads,
             head_dim=self.head_dim,
@@ -186,8 +170,16 @@ class EncoderDecoderConfig(ModelConfig):
             **execution.of_attention,
             init_std=self.init_std(self.embed_dim),
             out_init_std=self.init_std(self.num_heads * self.head_dim),
-            query_init_std=query_std,
-            relative_bias=relative_bias,
+            # With a scale of 1 the queries begin smaller instead.
+            query_init_std=self.init_std(self.embed_dim) / (self.attention_scale * math.sqrt(self.head_dim)),
+            relative_bias=self.position == "relative",
+        )
+        stds = (self.init_std(self.embed_dim), self.init_std(self.mlp_dim))
+        return TransformerLayerConfig(
+            attention=attention,
+            mlp=MlpConfig(self.embed_dim, self.mlp_dim, self.activation, self.bias, *stds),
+            norm=self.norm_config,
+            dropout=self.dropout,
         )
 
     @property
@@ -256,7 +248,7 @@ class EncoderDecoderConfig(ModelConfig):
             )
 
 
-class EncoderDecoder(LossModule):
+class EncoderDecoder(AnyModule):
     """encode, then decode -> loss or logits; see models/interface.py for the batch."""
 
     def __init__(
@@ -275,8 +267,9 @@ class EncoderDecoder(LossModule):
             for name, bidirectional in (("encoder_bias", True), ("decoder_bias", False)):
                 sizes = (config.num_heads, config.num_buckets, config.max_distance, bidirectional)
                 setattr(self, name, RelativeBias(RelativeBiasConfig(*sizes, config.init_std(D)), rngs=rngs))
-        for name, layers in config.stacks(execution).items():
-            setattr(self, name, Stack(layers, scan=execution.scans(len(layers)), rngs=rngs))
+        stacks = config.stacks(execution)
+        self.encoder = Stack(stacks["encoder"], scan=execution.scans(config.num_layers), rngs=rngs)
+        self.decoder = Stack(stacks["decoder"], scan=execution.scans(config.decoder_layers), rngs=rngs)
         if config.final_norm:
             self.encoder_norm = Norm(config.norm_config, D, rngs=rngs)
             self.decoder_norm = Norm(config.norm_config, D, rngs=rngs)
@@ -285,7 +278,7 @@ class EncoderDecoder(LossModule):
         if config.head_bias:
             self.head_bias = weight((V,), ("vocab",), nnx.initializers.zeros, rngs, "vector")
 
-    def hidden(self, batch: dict, key: DropoutKey | None = None) -> tuple[jax.Array, tuple[Terms, ...]]:
+    def hidden(self, batch: dict, key: DropoutKey | None = None) -> tuple[jax.Array, tuple[Totals, ...]]:
         encoder_key, decoder_key = split_key(key)
         encoded_BSD, of_encoder = self._encode(batch, encoder_key)
         h_BTD, of_decoder = self._decode(batch, encoded_BSD, decoder_key)
@@ -299,23 +292,28 @@ class EncoderDecoder(LossModule):
         reads."""
         return self._encode(batch, None)[0]
 
+    def new_caches(self, num_rows: int, length: int) -> dict[str, tuple[CrossCache, ...]]:
+        """Empty caches for `extend`, with room for `length` tokens of each row."""
+        cache = CrossCache.zeros(num_rows, length, self.config.num_heads, self.config.head_dim, self.dtype)
+        return {"decoder": (cache,) * self.config.decoder_layers}
+
     def extend(self, batch: dict, caches: dict) -> tuple[jax.Array, dict]:
         """Reads the next T tokens of each row -> (their hidden states [B, T, D], caches).
 
         batch: tokens, positions int32 [B, T], the same positions in every row; encoder_segment_ids, and in the first
-        call encoded [B, S, D], from `encode`. caches: of ModelConfig.new_caches.
+        call encoded [B, S, D], from `encode`.
         """
-        first = caches["decoder"][0].own
-        num_keys = batch["tokens"].shape[1] if first.is_empty else first.keys.shape[1]
+        num_keys = caches["decoder"][0].own.keys.shape[1]
         x_BTD = self._embed(batch["tokens"], batch["positions"], None)
         inputs = self._relative_bias("decoder_bias", batch["positions"][0], jnp.arange(num_keys))
         inputs |= {"encoded": batch.get("encoded"), "encoded_segment_ids": batch["encoder_segment_ids"]}
+        inputs["places"] = batch["positions"]
         x_BTD, layers, _ = self.decoder(x_BTD, inputs, caches["decoder"])
         return x_BTD, {"decoder": layers}
 
     # ------------------------------------------------------------------ the two stacks
 
-    def _encode(self, batch: dict, key: DropoutKey | None) -> tuple[jax.Array, Terms]:
+    def _encode(self, batch: dict, key: DropoutKey | None) -> tuple[jax.Array, Totals]:
         embed_key, layers_key = split_key(key)
         places_S = jnp.arange(batch["encoder_tokens"].shape[1])
         x_BSD = self._embed(batch["encoder_tokens"], places_S, embed_key)
@@ -325,7 +323,7 @@ class EncoderDecoder(LossModule):
         # gathered over `tensor` once, not by each layer of the decoder
         return constrain(self._normed("encoder_norm", x_BSD), "batch", "time", None), terms
 
-    def _decode(self, batch: dict, encoded_BSD: jax.Array, key: DropoutKey | None) -> tuple[jax.Array, Terms]:
+    def _decode(self, batch: dict, encoded_BSD: jax.Array, key: DropoutKey | None) -> tuple[jax.Array, Totals]:
         """The padding at the end of a row needs no mask: no token before it attends to it."""
         embed_key, layers_key = split_key(key)
         places_T = jnp.arange(batch["tokens"].shape[1])
@@ -352,13 +350,9 @@ class EncoderDecoder(LossModule):
     def _normed(self, name: str, x_BTD: jax.Array) -> jax.Array:
         return getattr(self, name)(x_BTD) if self.config.final_norm else x_BTD
 
-    def head_matrix(self) -> jax.Array:
-        """[D, V]."""
-        return self.embedding[...].T if self.config.tied_embeddings else self.head.matrix()
-
     def _head_bias(self) -> jax.Array | None:
         """[V]."""
         return self.head_bias[...] if self.config.head_bias else None
 
-    def logit_options(self) -> dict:
+    def logit_options(self) -> dict[str, Any]:
         return dict(vocab_size=self.config.vocab_size, multiplier=self.config.logit_scale, bias_V=self._head_bias())

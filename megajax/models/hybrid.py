@@ -2,12 +2,13 @@
 and Gu 2024, https://arxiv.org/abs/2405.21060; Waleffe et al. 2024, https://arxiv.org/abs/2406.07887)."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal
 
 from megajax.fields.ranges import changed_fields
 from megajax.layers.recurrent.delta_net import DeltaNetConfig
 from megajax.layers.recurrent.mamba import MambaConfig
-from megajax.layers.sublayer import AttentionLayerConfig, FeedForwardLayerConfig, RecurrentLayerConfig, SublayerConfig
+from megajax.layers.sublayer import SublayerConfig
 from megajax.mesh.config import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
@@ -21,7 +22,7 @@ RECURRENT = {"M": "mamba", "G": "delta_net"}
 class HybridConfig(DecoderConfig):
     """As DecoderConfig, but each of the num_layers layers is one branch with one norm."""
 
-    kind: Literal["hybrid"] = "hybrid"
+    kind: Literal["hybrid"] = "hybrid"  # pyrefly: ignore[bad-override]: a hybrid is no DecoderConfig by its kind alone
     """The family of the model."""
     pattern: str = "M"
     """Kind of each layer, repeated over the model: M (Mamba-2), G (gated delta net), * (attention), - (MLP) or E
@@ -45,30 +46,30 @@ class HybridConfig(DecoderConfig):
     def has_experts(self, number: int) -> bool:
         return self.letter(number) == "E"
 
-    def stacks(self, execution: ExecutionConfig) -> dict[str, tuple[SublayerConfig, ...]]:
+    def stacks(self, execution: ExecutionConfig) -> Mapping[str, tuple[SublayerConfig, ...]]:
         return {"layers": tuple(self._sublayer(number, execution) for number in range(self.num_layers))}
 
     def _sublayer(self, number: int, execution: ExecutionConfig) -> SublayerConfig:
-        common = dict(
-            norm=self.norm_config,
-            context=execution.context_attention,
-            residual_multiplier=self.residual_multiplier,
-            dropout=self.dropout,
-        )
         letter = self.letter(number)
         if letter in RECURRENT:
-            mixer = getattr(self, RECURRENT[letter]).mixer(
+            branch = getattr(self, RECURRENT[letter]).mixer(
                 embed_dim=self.embed_dim,
                 norm_epsilon=self.norm_epsilon,
                 context=execution.context_attention,
                 init_std=self.init_std,
                 out_init_std=self.out_init_std,
             )
-            layer = RecurrentLayerConfig(mixer, **common)
         elif letter == "*":
-            layer = AttentionLayerConfig(self._layer_config(number, execution).attention, **common)
+            branch = self._attention(number, execution)
         else:
-            layer = FeedForwardLayerConfig(self._feed_forward(number, execution), **common)
+            branch = self._feed_forward(number, execution)
+        layer = SublayerConfig(
+            branch=branch,
+            norm=self.norm_config,
+            context=execution.context_attention,
+            residual_multiplier=self.residual_multiplier,
+            dropout=self.dropout,
+        )
         return layer.saving(execution.recompute_of(number), execution.recompute_modules, execution.offload)
 
     def check(self, mesh: MeshConfig, sequence_length: int, execution: ExecutionConfig) -> None:

@@ -8,6 +8,7 @@ come from the layers themselves (layers/layer.py), not from the model.
 import dataclasses
 import functools
 import typing
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import jax
@@ -16,14 +17,17 @@ from flax import nnx
 
 from megajax.fields.kinds import Kinds
 from megajax.layers.dropout import DropoutKey
-from megajax.layers.layer import Flops, LayerConfig, Terms
-from megajax.layers.stack import add_by_name, add_totals
+from megajax.layers.layer import Flops, LayerConfig, Totals
+from megajax.layers.linear import Linear
+from megajax.layers.stack import Stack, add_by_name, add_totals
 from megajax.layers.transform import Transform
 from megajax.mesh.config import MeshConfig
 from megajax.mesh.sharding import constrain
 from megajax.models.execution import ExecutionConfig
-from megajax.ops.cross_entropy import TokenScores, cross_entropy, finish_logits, token_scores
+from megajax.ops.cross_entropy import cross_entropy
 from megajax.ops.matmul import matmul
+from megajax.ops.token_scores import TokenScores, token_scores
+from megajax.ops.vocabulary import finish_logits
 from megajax.parallel.schedule import Stages
 from megajax.precision import Recipe
 
@@ -42,8 +46,8 @@ class LossTerms(NamedTuple):
     """(numerator, denominator), float32 scalars summed over microbatches; only of an evaluation
     (EVALUATION)."""
 
-    def with_layers(self, *stacks: Terms) -> "LossTerms":
-        """The same, plus the auxiliary losses and metrics of the layers of each stack (layers/stack.py `total`)."""
+    def with_layers(self, *stacks: Totals) -> "LossTerms":
+        """The same, plus the auxiliary losses and metrics of the layers of each stack."""
         terms = add_totals(stacks)
         means = {name: value / count for name, (value, count) in terms.metrics.items()}
         auxiliary = add_by_name(self.auxiliary, terms.auxiliary)
@@ -110,7 +114,7 @@ def _layers(config: "ModelConfig", execution: ExecutionConfig) -> tuple[LayerCon
     return sum((layers for role in ("body", *others) for layers in config.stacks_of(role, execution).values()), ())
 
 
-MODELS = Kinds("model", __package__, default="decoder")
+MODELS = Kinds("model", "megajax.models", default="decoder")
 
 
 class ModelConfig:
@@ -120,9 +124,16 @@ class ModelConfig:
     raises ValueError before a device is touched.
     """
 
-    kind: str
-    vocab_size: int
-    """Number of token ids of the model."""
+    @property
+    def kind(self) -> str:
+        """Of the family."""
+        raise NotImplementedError
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids of the model."""
+        raise NotImplementedError
+
     reads_source: ClassVar[bool] = False
     """Whether the model reads a text and writes another: its module has `encode` (inference/sequence_to_sequence.py).
     """
@@ -131,8 +142,8 @@ class ModelConfig:
         super().__init_subclass__(**options)
         MODELS.add(cls)
 
-    def build(self, rngs: nnx.Rngs, dtype: jnp.dtype, execution: ExecutionConfig, stages: Stages | None) -> nnx.Module:
-        """An AnyModule that computes in `dtype`. stages: the pipeline stages for which layers are stored, or None."""
+    def build(self, rngs: nnx.Rngs, dtype: jnp.dtype, execution: ExecutionConfig, stages: Stages | None) -> "AnyModule":
+        """Computes in `dtype`. stages: the pipeline stages for which layers are stored, or None."""
         raise NotImplementedError
 
     def check(self, mesh: MeshConfig, sequence_length: int, execution: ExecutionConfig) -> None:
@@ -145,7 +156,7 @@ class ModelConfig:
         for layer in layers:
             layer.check(mesh, sequence_length)
 
-    def stacks(self, execution: ExecutionConfig) -> dict[str, tuple[LayerConfig, ...]]:
+    def stacks(self, execution: ExecutionConfig) -> Mapping[str, tuple[LayerConfig, ...]]:
         """The layers of each stack, by the name of the module's attribute, in the order in which they run."""
         raise NotImplementedError
 
@@ -229,11 +240,6 @@ class ModelConfig:
     def check_generates(self) -> None:
         """Raises ValueError for a model that does not continue text."""
 
-    def new_caches(self, length: int, execution: ExecutionConfig) -> dict[str, tuple]:
-        """An empty cache for each layer that generation runs, with room for `length` tokens per row."""
-        stacks = self.stacks_of("body", execution)
-        return {name: tuple(layer.new_cache(length) for layer in layers) for name, layers in stacks.items()}
-
     def new_pages(self, sizes: Any, execution: ExecutionConfig) -> dict[str, tuple]:
         """An empty cache in pages for each layer of each stack. sizes: PoolSizes (layers/attention/kv_cache.py)."""
         stacks = self.paged_stacks(sizes, execution)
@@ -245,57 +251,64 @@ class ModelConfig:
         return self.stacks_of("body", execution) | dict(guessing[: sizes.num_guesses])
 
 
-class AnyModule(Protocol):
-    """The nnx.Module of a model, with a Stack under each name in `stacks`.
+class AnyModule(nnx.Module):
+    """Base of the module of a model, with a Stack under each name in `stacks`. A family has the methods that raise
+    here.
 
     Training and scoring given tokens are `hidden`, and a loss from what it returns: `cross_entropy`, `log_probs`, and
     what the heads of the family offer. Generating is `extend` for some more tokens of each row, and `logits`.
     """
 
-    def hidden(self, batch: dict, key: DropoutKey | None = None) -> tuple[jax.Array, tuple[Terms, ...]]:
+    head_recipe: Recipe | None = None
+    """The low-precision format of the products of the output layer in the loss (ops/cross_entropy.py); None: the
+    compute dtype."""
+    embedding: nnx.Param
+    """[V, D], of the vocabulary."""
+    head: Linear
+    """The output layer; a model with tied embeddings has none."""
+
+    def hidden(self, batch: dict, key: DropoutKey | None = None) -> tuple[jax.Array, tuple[Totals, ...]]:
         """batch: arrays [B, ...] as `inputs` names them -> (hidden states [B, T, D], normalised as the heads read them;
         the terms of the layers of each stack). key: for dropout; None: no dropout."""
-
-    def cross_entropy(
-        self, h_BTD: jax.Array, labels_BT: jax.Array, weights_BT: jax.Array, options: LossOptions
-    ) -> jax.Array:
-        """float32 scalar: the sum over tokens of weight * (-log p[label] + regularisers)."""
-
-    def log_probs(self, h_BTD: jax.Array, labels_BT: jax.Array, **options: Any) -> TokenScores:
-        """The log-probability of each label, with a gradient, and the most likely token. options: entropy, top_k,
-        logits_dtype (ops/cross_entropy.py `token_scores`)."""
-
-    def further_terms(self, h_BTD: jax.Array, batch: dict, options: LossOptions) -> LossTerms:
-        """What the model itself adds to the loss of next tokens, with a main term of 0; batch: with labels and
-        loss_weights."""
+        raise NotImplementedError
 
     def extend(self, batch: dict, caches: dict) -> tuple[jax.Array, dict]:
-        """Reads the next T tokens of each row -> (their hidden states [B, T, D], caches).
+        """Reads the next T tokens of each row -> (their hidden states [B, T, D], before `output`; caches).
 
         batch: tokens, positions, int32 [B, T]."""
-
-    def logits(self, x_BTD: jax.Array) -> jax.Array:
-        """float32 [B, T, V]; minus infinity for padding of the vocabulary."""
-
-    # A model with stacks that guess also has:
+        raise NotImplementedError
 
     def guess(self, depth: int, x_BTD: jax.Array, batch: dict, caches: dict) -> tuple[jax.Array, dict]:
-        """Runs guessing stack number `depth`, from 1, which guesses the token depth + 1 places after each of these
-        tokens -> (its hidden states [B, T, D], {its name: its caches}).
+        """Of a model with stacks that guess: runs number `depth` of these, from 1, which guesses the token depth + 1
+        places after each of these tokens -> (its hidden states [B, T, D], {its name: its caches}).
 
         x: what `extend` returns for these tokens, or `guess` at depth - 1. batch: int32 [B, T]: positions of these
         tokens, and tokens, those `depth` places after them."""
+        raise NotImplementedError
 
+    def class_logits(self, h_BTD: jax.Array, batch: dict) -> jax.Array:
+        """Of a model with the head `classes`: float32 [B, classes], or of tokens [B, T, classes]."""
+        raise NotImplementedError
 
-class LossModule(nnx.Module):
-    """An nnx.Module with an output layer.
+    def pair_logits(self, h_BTD: jax.Array, batch: dict) -> jax.Array:
+        """Of a model with the head `sentence_order`: float32 [B, 2], the second text follows the first one, or not."""
+        raise NotImplementedError
 
-    A family has `output(x) -> h`, the normalised hidden states that the heads read; `head_matrix() -> [D, V]`; and
-    `logit_options() -> dict`, with vocab_size and arguments of `finish_logits` (ops/cross_entropy.py).
-    """
+    def of_first(self, array: jax.Array, batch: dict) -> jax.Array:
+        """[B, T, ...] -> [B, ...]: of the first token of each text."""
+        raise NotImplementedError
 
-    head_recipe: Recipe | None = None
-    """The low-precision format of its products in the loss (ops/cross_entropy.py); None: the compute dtype."""
+    def output(self, x_BTD: jax.Array) -> jax.Array:
+        """The normalised hidden states, which the heads read."""
+        raise NotImplementedError
+
+    def head_matrix(self) -> jax.Array:
+        """[D, V]: that of `head`, or the transposed `embedding`."""
+        return self.head.array() if hasattr(self, "head") else self.embedding[...].T
+
+    def logit_options(self) -> dict[str, Any]:
+        """vocab_size, and arguments of `finish_logits` (ops/vocabulary.py)."""
+        raise NotImplementedError
 
     def before_head(self, h_BTD: jax.Array) -> jax.Array:
         """Hidden states as the output layer reads them."""
@@ -304,6 +317,7 @@ class LossModule(nnx.Module):
     def cross_entropy(
         self, h_BTD: jax.Array, labels_BT: jax.Array, weights_BT: jax.Array, options: LossOptions
     ) -> jax.Array:
+        """float32 scalar: the sum over tokens of weight * (-log p[label] + regularisers)."""
         return cross_entropy(
             self.before_head(h_BTD),
             self.head_matrix(),
@@ -315,17 +329,22 @@ class LossModule(nnx.Module):
         )
 
     def log_probs(self, h_BTD: jax.Array, labels_BT: jax.Array, **options: Any) -> TokenScores:
+        """The log-probability of each label, with a gradient, and the most likely token. options: entropy, top_k,
+        logits_dtype (ops/token_scores.py `token_scores`)."""
         return token_scores(self.before_head(h_BTD), self.head_matrix(), labels_BT, **self.logit_options(), **options)
 
     def further_terms(self, h_BTD: jax.Array, batch: dict, options: LossOptions) -> LossTerms:
+        """What the model itself adds to the loss of next tokens, with a main term of 0; batch: with labels and
+        loss_weights."""
         return LossTerms(jnp.float32(0))
 
     def logits(self, x_BTD: jax.Array) -> jax.Array:
+        """Of hidden states as `extend` returns them, float32 [B, T, V]; minus infinity for padding of the
+        vocabulary."""
         return self.token_logits(self.output(x_BTD))
 
     def token_logits(self, h_BTD: jax.Array) -> jax.Array:
-        """Of hidden states as `hidden` returns them, float32 [B, T, V]; minus infinity for padding of the
-        vocabulary."""
+        """The same of hidden states as `hidden` returns them."""
         products_BTV = matmul(self.before_head(h_BTD), self.head_matrix()).astype(jnp.float32)
         options = self.logit_options()
         is_token_V = jnp.arange(products_BTV.shape[-1]) < options.pop("vocab_size")
@@ -333,14 +352,22 @@ class LossModule(nnx.Module):
         return constrain(jnp.where(is_token_V, logits_BTV, -jnp.inf), "batch", "time", "vocab")
 
 
-class OneStack(LossModule):
+class OneStack(AnyModule):
     """A model that is embed -> one stack, `layers` -> output, which a pipeline can split into stages.
 
-    A family derives from it and has `embed(batch, key) -> x` and `block_inputs(batch) -> dict`, which reads no weights:
-    in a pipeline each stage computes them itself.
-    """
+    A family derives from it and has the methods that raise here."""
 
-    def hidden(self, batch: dict, key: DropoutKey | None = None) -> tuple[jax.Array, tuple[Terms, ...]]:
+    layers: Stack
+
+    def embed(self, batch: dict, key: DropoutKey | None) -> jax.Array:
+        """-> x [B, T, D] in the compute dtype."""
+        raise NotImplementedError
+
+    def block_inputs(self, batch: dict) -> dict:
+        """What every layer reads besides x. Reads no weights: in a pipeline each stage computes it itself."""
+        raise NotImplementedError
+
+    def hidden(self, batch: dict, key: DropoutKey | None = None) -> tuple[jax.Array, tuple[Totals, ...]]:
         embed_key, layers_key = split_key(key)
         x_BTD = self.embed(batch, embed_key)
         x_BTD, _, terms = self.layers(x_BTD, self.block_inputs(batch), key=layers_key)
@@ -353,4 +380,7 @@ class OneStack(LossModule):
 
 def split_key(key: DropoutKey | None) -> tuple[DropoutKey | None, DropoutKey | None]:
     """-> (key of the embedding, key of the layers)."""
-    return (None, None) if key is None else tuple(key.split(2))
+    if key is None:
+        return None, None
+    of_embedding, of_layers = key.split(2)
+    return of_embedding, of_layers

@@ -5,6 +5,7 @@ Code that trains, saves, plans or converts a model uses only this: the arrays, t
 parameters, and the variables that a step updates without a gradient; `split` separates them.
 """
 
+import dataclasses
 import functools
 import logging
 from collections import Counter
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops, LayerConfig
@@ -23,9 +24,9 @@ from megajax.layers.stack import merged_layers, rows_of_kind
 from megajax.layers.transform import LowPrecision, Transform, transforming
 from megajax.mesh.sharding import SHARING_AXES, WEIGHT_AXES, num_parts, weight_shardings
 from megajax.models.execution import ExecutionConfig
-from megajax.models.interface import NO_REGULARISERS, LossOptions, LossTerms, ModelConfig, Objective
-from megajax.ops.cross_entropy import TokenScores
+from megajax.models.interface import NO_REGULARISERS, AnyModule, LossOptions, LossTerms, ModelConfig, Objective
 from megajax.ops.matmul import Float32Gradient
+from megajax.ops.token_scores import TokenScores
 from megajax.parallel.schedule import Stages
 from megajax.parameters import (
     Parameter,
@@ -100,8 +101,8 @@ class Model:
         self.precision = precision
         self.execution = execution
         self.stages = stages
-        low = (LowPrecision(precision),) if precision.is_low else ()
-        self.transforms: tuple[Transform, ...] = (*low, *config.transforms)
+        low = LowPrecision(precision.low_matrices, precision.recipe, precision.high_layers)
+        self.transforms: tuple[Transform, ...] = (*([low] if precision.is_low else []), *config.transforms)
         """Of the matrices of layers."""
         self._graphdef, state = nnx.split(nnx.eval_shape(lambda: self._build(jax.random.key(0))))
         self._structure = Structure.of(state)
@@ -123,11 +124,11 @@ class Model:
             raise ValueError(f"training.frozen={','.join(frozen)} leaves no parameter to train; freeze fewer")
         return found
 
-    def _build(self, key: jax.Array) -> nnx.Module:
+    def _build(self, key: jax.Array) -> AnyModule:
         """The module with weights initialised from `key`."""
-        options = dict(dtype=self.precision.compute_dtype, execution=self.execution, stages=self.stages)
+        rngs = nnx.Rngs(params=key)
         with transforming(self.transforms):
-            module = self.config.build(nnx.Rngs(params=key), **options)
+            module = self.config.build(rngs, self.precision.compute_dtype, self.execution, self.stages)
         if self.precision.head_recipe:
             module.head_recipe = self.precision.head_recipe
         return module
@@ -163,7 +164,7 @@ class Model:
 
     # ------------------------------------------------------------------ the weights
 
-    def shardings(self, mesh: Mesh) -> dict:
+    def shardings(self, mesh: Mesh | AbstractMesh) -> dict:
         return weight_shardings(self.records, mesh)
 
     def check_divides(self, sizes: Mapping[str, int]) -> None:
@@ -293,7 +294,7 @@ class Model:
             name = name_of(path)
             if record.role == "variable":
                 continue
-            stack = next((stack for stack in rows_of if name.startswith(f"{stack}.")), None)
+            stack = next((stack for stack in rows_of if name.startswith(f"{stack}.")), "")
             rows = rows_of.get(stack)
             is_vocabulary = record.role == "embedding" and "vocab" in record.axes
             is_output = record.role == "head" or (is_vocabulary and not has_head)
@@ -339,7 +340,8 @@ class Model:
         forward = self.forward_flops(sequence_length)
         matrices = [p for p in self.parameters if p.record.is_multiplied and not p.is_looked_up]
         trained = sum(p.size for p in matrices if p.is_trained) / max(sum(p.size for p in matrices), 1)
-        return forward * 2 + forward._replace(matmuls=forward.matmuls * trained, routed=forward.routed * trained)
+        of_weights = dataclasses.replace(forward, matmuls=forward.matmuls * trained, routed=forward.routed * trained)
+        return forward * 2 + of_weights
 
     def flops_per_token(self, sequence_length: int, *, causal: bool) -> float:
         """FLOPs per token of forward and backward pass.
@@ -378,7 +380,7 @@ class Model:
 
     # ------------------------------------------------------------------ computation
 
-    def module(self, weights: dict) -> nnx.Module:
+    def module(self, weights: dict) -> AnyModule:
         """The nnx.Module with these weights (arrays or tracers)."""
         return nnx.merge(self._graphdef, self._structure.to_state(self.for_matmuls(weights, self.records)))
 

@@ -4,18 +4,19 @@ Stacks that the loss runs (multi-token prediction) are part of the loss, which a
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
 
 from megajax.layers.dropout import DropoutKey
-from megajax.layers.layer import Terms
+from megajax.layers.layer import Totals
 from megajax.layers.stack import fold, run_stage
 from megajax.mesh.sharding import constrain_weights, local_weight_spec
-from megajax.models.interface import NO_REGULARISERS, LossOptions, LossTerms, Objective, split_key
+from megajax.models.interface import NO_REGULARISERS, LossOptions, LossTerms, Objective, OneStack, split_key
 from megajax.models.model import Model, Weights
 from megajax.parallel import pipeline
-from megajax.parallel.schedule import make_table
+from megajax.parallel.schedule import Stages, make_table
 from megajax.parameters import merge
 
 STACK = "layers"  # the attribute of models/interface.py OneStack
@@ -59,10 +60,11 @@ def _run(
     loss_scale: jax.Array | None,
     *,
     train: bool,
-):
-    stages = model.stages
+) -> tuple[LossTerms, Any]:
+    """-> (the terms of the step, the gradients of parallel/pipeline.py)."""
+    stages = _stages(model)
     num_microbatches = jax.tree.leaves(batch)[0].shape[0]
-    table = make_table(stages.schedule, stages.num_ranks, num_microbatches, stages.num_chunks, backward=train)
+    table = make_table(stages.num_ranks, num_microbatches, stages.num_chunks, backward=train)
     records = model.split(model.records)
     of_loss, of_layers, gradients = pipeline.loss_and_gradients(
         _parts(model, objective, options, *jax.tree.leaves(batch)[0].shape[:2]),
@@ -75,7 +77,18 @@ def _run(
         train=train,
         loss_scale=loss_scale,
     )
-    return of_loss.with_layers(Terms(*of_layers)), gradients
+    return of_loss.with_layers(Totals(*of_layers)), gradients
+
+
+def _stages(model: Model) -> Stages:
+    assert model.stages is not None
+    return model.stages
+
+
+def _module(model: Model, weights: dict) -> OneStack:
+    module = model.module(weights)
+    assert isinstance(module, OneStack), type(module)  # Config.check refuses a pipeline of others
+    return module
 
 
 def _placed(model: Model, weights: dict, records: dict) -> pipeline.Placed:
@@ -102,10 +115,10 @@ def _parts(
     model: Model, objective: Objective, options: LossOptions, num_microbatches: int, microbatch: int
 ) -> pipeline.Parts:
     unused_layers = {STACK: model.abstract_weights[STACK]}  # embedding and loss do not read them
-    any_module = model.module(model.abstract_weights)
+    any_module = _module(model, model.abstract_weights)
 
     def module(trained, held):
-        return model.module(merge(trained, held, unused_layers))
+        return _module(model, merge(trained, held, unused_layers))
 
     def rank_record(record):
         """The record without the dim that the ranks split."""
@@ -138,8 +151,8 @@ def _parts(
 
 
 def _programs(model: Model) -> pipeline.Programs:
-    stages = model.stages
-    configs = model.module(model.abstract_weights).layers.configs
+    stages = _stages(model)
+    configs = _module(model, model.abstract_weights).layers.configs
     runs = [
         [tuple((configs[number], configs[number].kind) for number in stage) for stage in chunk]
         for chunk in stages.layers

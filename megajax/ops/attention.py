@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.mesh import compat
 from megajax.mesh.current import manual
 from megajax.mesh.sharding import BATCH_AXES, HEAD_AXES, TIME_AXES, activation_spec, axes_of
-from megajax.ops.attention_backends import Backend, BackendName, Inputs, Options, choose
+from megajax.ops.attention_backends import Backend, BackendName, Inputs, Options, Pairs, choose
 from megajax.ops.attention_mask import Mask
 from megajax.ops.matmul import dot_precision
 
@@ -129,10 +129,10 @@ def _backward(plan, residuals, d_out):
 _attention.defvjp(_forward, _backward)
 
 
-def _forward_body(q, k, v, sinks, bias, arrays, *, plan):
+def _forward_body(q, k, v, sinks, bias, arrays, *, plan: _Plan):
     if plan.over_heads:
         q, k, v, arrays = _to_heads((q, k, v), arrays)
-    pairs = _Sequences(q, k, sinks, bias, arrays, plan.options, plan.over_heads)
+    pairs = _Sequences(plan.options, q, k, sinks, bias, arrays, plan.over_heads)
     out, lse = with_sinks(*plan.backend.forward(q, k, v, pairs), sinks)
     return (_to_sequence(out), lse) if plan.over_heads else (out, lse)
 
@@ -140,7 +140,7 @@ def _forward_body(q, k, v, sinks, bias, arrays, *, plan):
 def _backward_body(q, k, v, sinks, bias, out, lse, d_out, arrays, *, plan, lse_spec):
     if plan.over_heads:
         q, k, v, out, d_out, arrays = _to_heads((q, k, v, out, d_out), arrays)
-    pairs = _Sequences(q, k, sinks, bias, arrays, plan.options, plan.over_heads)
+    pairs = _Sequences(plan.options, q, k, sinks, bias, arrays, plan.over_heads)
     gradients = plan.backend.backward(q, k, v, out, lse, d_out, pairs)
     d_bias = None if bias is None else _sum_of_tokens(gradients[3], lse_spec)
     d_sinks = gradient_of_sinks(sinks, out, lse, d_out, lse_spec)
@@ -149,7 +149,7 @@ def _backward_body(q, k, v, sinks, bias, out, lse, d_out, arrays, *, plan, lse_s
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sequences:
+class _Sequences(Pairs):
     """The Pairs of whole sequences, or of queries with the `indices` of a cache."""
 
     q_BTNH: jax.Array
@@ -158,7 +158,6 @@ class _Sequences:
     added: jax.Array | None
     """[N, T, S]: the bias of `attention`."""
     arrays: tuple
-    options: Options
     over_heads: bool
 
     def bounds(self) -> tuple[jax.Array, jax.Array]:
@@ -177,7 +176,7 @@ class _Sequences:
     def reference(self, q, k, v) -> tuple[jax.Array, jax.Array]:
         return self._formula(q, k, v, self.added)
 
-    def reference_gradients(self, q, k, v, out, lse, d_out) -> tuple[jax.Array | None, ...]:
+    def reference_gradients(self, q, k, v, out, lse, d_out) -> tuple[jax.Array, ...]:
         """Of q, k, v and the bias."""
 
         def with_sink(*arrays):
@@ -295,9 +294,32 @@ def dropout_mask(key, rate, q_BTNH, indices, head_axes=HEAD_AXES):
 def reference_attention(
     q_BTNH, k_BSKH, v_BSKH, mask, scale, soft_cap, segments, indices, keep_BNTS=None, slopes_N=None, bias_NTS=None
 ):
+    """`plain_attention` with a mask. indices: ([1 or B, T], [1 or B, S]); a fully masked row gives the mean of the
+    values, not NaN."""
+
+    def masked(scores_BKGTS):
+        q_index_BT1 = indices[0][:, :, None]
+        k_index_B1S = indices[1][:, None, :]
+        distance_BTS = q_index_BT1 - k_index_B1S
+        if slopes_N is not None:
+            scores_BKGTS -= of_distance(slopes_N, distance_BTS, k_BSKH.shape[2])
+        visible_BTS = mask.visible(distance_BTS, k_index_B1S)
+        if segments is not None:
+            visible_BTS &= segments[0][:, :, None] == segments[1][:, None, :]
+        return jnp.where(visible_BTS[:, None, None], scores_BKGTS, MASKED_SCORE)
+
+    return plain_attention(q_BTNH, k_BSKH, v_BSKH, masked, scale, soft_cap, keep_BNTS, bias_NTS)
+
+
+def of_distance(slopes_N, distance_BTS, kv_heads: int):
+    """What the slopes (ALiBi) take from the scores, [B, K, G, T, S]."""
+    return slopes_N.reshape(kv_heads, -1, 1, 1) * distance_BTS[:, None, None].astype(jnp.float32)
+
+
+def plain_attention(q_BTNH, k_BSKH, v_BSKH, masked, scale, soft_cap, keep_BNTS=None, bias_NTS=None):
     """The formula of attention, with T x S scores in memory -> (out [B,T,N,H], log-sum-exp [B,N,T] float32).
 
-    indices: ([1 or B, T], [1 or B, S]); a fully masked row gives the mean of the values, not NaN.
+    masked: scores [B, K, G, T, S] -> the same, MASKED_SCORE where a key is not seen.
     """
     batch, length, num_heads, head_dim = q_BTNH.shape
     q_BTKGH = q_BTNH.reshape(batch, length, k_BSKH.shape[2], -1, head_dim)
@@ -307,16 +329,7 @@ def reference_attention(
         scores_BKGTS = soft_cap * jnp.tanh(scores_BKGTS / soft_cap)
     if bias_NTS is not None:
         scores_BKGTS += bias_NTS.reshape(scores_BKGTS.shape[1:])
-    q_index_BT1 = indices[0][:, :, None]
-    k_index_B1S = indices[1][:, None, :]
-    distance_BTS = q_index_BT1 - k_index_B1S
-    if slopes_N is not None:
-        slopes_KG11 = slopes_N.reshape(k_BSKH.shape[2], -1, 1, 1)
-        scores_BKGTS -= slopes_KG11 * distance_BTS[:, None, None].astype(jnp.float32)
-    visible_BTS = mask.visible(distance_BTS, k_index_B1S)
-    if segments is not None:
-        visible_BTS &= segments[0][:, :, None] == segments[1][:, None, :]
-    scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, MASKED_SCORE)
+    scores_BKGTS = masked(scores_BKGTS)
     lse_BKGT = jax.nn.logsumexp(scores_BKGTS, -1)
     # Not exp(scores - lse): adding log(S) to MASKED_SCORE has no effect, and a fully masked row would give the sum of
     # the values.

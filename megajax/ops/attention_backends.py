@@ -6,10 +6,8 @@ each backend says of the Inputs, and then call the object that was chosen.
 """
 
 import dataclasses
-import functools
-import logging
 import math
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +15,7 @@ import jax.numpy as jnp
 from megajax.mesh import compat
 from megajax.ops import transformer_engine
 from megajax.ops.attention_mask import CAUSAL, FULL, Mask, window
-
-logger = logging.getLogger("megajax")
+from megajax.ops.choice import log_choice
 
 BackendName = Literal["auto", "cudnn", "pallas", "transformer_engine", "reference"]
 
@@ -59,8 +56,8 @@ class Inputs:
 
     @staticmethod
     def of(options: Options, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, **others) -> "Inputs":
-        shapes = (*q_BTNH.shape[1:3], k_BSKH.shape[2], q_BTNH.shape[3], v_BSKH.shape[3])
-        return Inputs(options, *shapes, q_BTNH.dtype, **others)
+        _, length, heads, head_dim = q_BTNH.shape
+        return Inputs(options, length, heads, k_BSKH.shape[2], head_dim, v_BSKH.shape[3], q_BTNH.dtype, **others)
 
     @property
     def what(self) -> str:
@@ -70,7 +67,8 @@ class Inputs:
         return "attention"
 
 
-class Pairs(Protocol):
+@dataclasses.dataclass(frozen=True)
+class Pairs:
     """Which of the keys of one device each of its queries sees, in the form that a backend needs."""
 
     options: Options
@@ -78,16 +76,20 @@ class Pairs(Protocol):
     def bounds(self) -> tuple[jax.Array, jax.Array]:
         """int32 [B, T] each: query i sees the keys lower <= j < upper, if its mask is an interval. Neither descends
         along T."""
+        raise NotImplementedError
 
     def bias(self) -> tuple[jax.Array | None, dict]:
         """(what is added to the scores, [B or 1, 1, T, S] in the dtype of the queries; the masks besides: causal and
         window)."""
+        raise NotImplementedError
 
-    def reference(self, q_BTNH, k_BSKH, v_BSKH) -> tuple[jax.Array, jax.Array]:
+    def reference(self, q, k, v) -> tuple[jax.Array, jax.Array]:
         """The plain formula -> (out, log-sum-exp [B, N, T] float32)."""
+        raise NotImplementedError
 
-    def reference_gradients(self, q, k, v, out, lse, d_out) -> tuple[jax.Array | None, ...]:
+    def reference_gradients(self, q, k, v, out, lse, d_out) -> tuple[jax.Array, ...]:
         """Of q, k and v, and of what else the formula has a gradient for."""
+        raise NotImplementedError
 
 
 class Backend:
@@ -99,17 +101,17 @@ class Backend:
         """Why it does not support them here, or an empty string."""
         raise NotImplementedError
 
-    def forward(self, q_BTNH, k_BSKH, v_BSKH, pairs: Pairs) -> tuple[jax.Array, jax.Array]:
-        """-> (out in q's dtype, log-sum-exp [B, N, T] float32)."""
+    def forward(self, q, k, v, pairs: Pairs) -> tuple[jax.Array, jax.Array]:
+        """-> (out [B, T, N, H] in q's dtype, log-sum-exp [B, N, T] float32)."""
         raise NotImplementedError
 
-    def backward(self, q, k, v, out, lse, d_out, pairs: Pairs) -> tuple[jax.Array | None, ...]:
+    def backward(self, q, k, v, out, lse, d_out, pairs: Pairs) -> tuple[jax.Array, ...]:
         """Gradients of q, k and v, and further ones as Pairs.reference_gradients; out and lse are those of attention to
         these keys, or to more keys, to which these belong."""
         raise NotImplementedError
 
-    def decode(self, q_BNH, pages: Any) -> tuple[jax.Array, jax.Array]:
-        """Of inputs with `page`. pages: PagedKeys (ops/paged_attention.py)."""
+    def decode(self, q, pages: Any) -> tuple[jax.Array, jax.Array]:
+        """Of inputs with `page`; q [B, N, H]. pages: PagedKeys (ops/paged_attention.py)."""
         raise NotImplementedError
 
 
@@ -303,12 +305,12 @@ def choose(inputs: Inputs, requested: str = "auto") -> Backend:
     """The requested backend, or else the fastest, that supports the inputs; logs why it is not an earlier one."""
     fastest = _by_speed(inputs)
     order = fastest if requested == "auto" else (requested, *(name for name in fastest if name != requested))
-    refused = []
+    refused: list[str] = []
     for name in order:
         backend = BACKENDS[name]
         problem = backend.problem(inputs)
         if not problem:
-            _log_choice(inputs.what, name, "; ".join(refused))
+            log_choice(inputs.what, f"{name} ({'; '.join(refused)})" if refused else name)
             return backend
         refused.append(f"not {name}: {problem}")
     raise AssertionError("the reference supports everything")
@@ -328,8 +330,3 @@ def _by_speed(inputs: Inputs) -> tuple[str, ...]:
     by_length = MEASURED.get((inputs.head_dim, _first(features)), {inputs.length: 1.0})
     nearest = min(by_length, key=lambda measured: abs(math.log(measured / max(inputs.length, 1))))
     return ("pallas", "cudnn", "reference") if by_length[nearest] < 1 else ("cudnn", "pallas", "reference")
-
-
-@functools.cache
-def _log_choice(what: str, name: str, refused: str) -> None:
-    logger.info("%s: %s%s", what, name, f" ({refused})" if refused else "")

@@ -85,7 +85,7 @@ class Mask:
     def reach(self) -> int | None:
         """Last keys, its own included, of those up to itself that a query may see; None: all."""
         window = self.intervals[0].window
-        return None if window == math.inf else window
+        return None if window == math.inf else int(window)
 
     def visible(self, distance: jax.Array, key: jax.Array) -> jax.Array:
         """bool, of queries that are `distance` positions after the keys at the positions `key`, which broadcasts."""
@@ -98,8 +98,8 @@ class Mask:
     def upper(self, query: jax.Array) -> jax.Array | None:
         """One past the last position that the query at a position may see, perhaps after the sequence; None: no
         limit."""
-        uppers = [interval.upper(query) for interval in self.intervals]
-        return None if any(upper is None for upper in uppers) else functools.reduce(jnp.maximum, uppers)
+        uppers = [upper for interval in self.intervals if (upper := interval.upper(query)) is not None]
+        return functools.reduce(jnp.maximum, uppers) if len(uppers) == len(self.intervals) else None
 
     def mean_keys(self, length: int) -> float:
         """Keys that a query of a sequence sees, on average."""

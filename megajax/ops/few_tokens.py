@@ -12,8 +12,6 @@ Hopper our kernel computes the products (pallas_kernels/few_rows.py). Other devi
 take the way of training (layers/feed_forward/moe.py).
 """
 
-import functools
-import logging
 import math
 from collections.abc import Sequence
 
@@ -23,8 +21,7 @@ import jax.numpy as jnp
 from megajax.mesh import compat
 from megajax.mesh.current import free_axes
 from megajax.ops.activation import Activation, activate
-
-logger = logging.getLogger("megajax")
+from megajax.ops.choice import log_choice
 
 # Tokens that have a slot for each choice. A step of 12 layers of qwen3_30b_a3b on one H200 took 1.32 instead of 1.62 ms
 # with 2 tokens, 2.08 instead of 1.99 with 8; with a slot for each expert 2.31 instead of 2.45 with 32.
@@ -43,19 +40,14 @@ def problem(experts_nK: jax.Array, matrices: Sequence[jax.Array], dtype: jnp.dty
         # not at the top: only Hopper needs it, and it takes time to import
         from pallas_kernels import few_rows as kernel
 
-        problems = [kernel.problem(num_tokens, *matrix.shape[1:], dtype) for matrix in matrices]
+        problems = [kernel.problem(num_tokens, matrix.shape[1], matrix.shape[2], dtype) for matrix in matrices]
         problems += [f"matrices of {matrix.dtype}" for matrix in matrices if matrix.dtype != dtype]
         if num_tokens > MAX_BY_CHOICE and experts_nK.size < matrices[0].shape[0]:
             problems.append(f"{num_tokens} tokens, which would read an expert several times")
         reason = next(filter(None, problems), "")
-    _log_choice(reason)
-    return reason
-
-
-@functools.cache
-def _log_choice(reason: str) -> None:
     choice = f"as in training ({reason})" if reason else "our kernel (pallas_kernels/few_rows.py)"
-    logger.info("experts of a few tokens: %s", choice)
+    log_choice("experts of a few tokens", choice)
+    return reason
 
 
 def few_tokens(

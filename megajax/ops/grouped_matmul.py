@@ -7,12 +7,11 @@ Each device has its own rows (parallel/expert.py) and the matrices of its expert
 both outside the experts ("embed") and inside ("mlp"): "embed" is gathered before a product that contracts it, and a
 product that results in "embed" is reduce-scattered. Matrices are gathered over the axes that share the weights.
 
-On Hopper our kernel computes the products of a device (pallas_kernels/grouped_matmul.py), elsewhere a loop over tiles
+On Hopper our kernel computes the products of a device (pallas_kernels/grouped_matmul), elsewhere a loop over tiles
 (ops/grouped_tiles.py). Both have the same three functions.
 """
 
 import functools
-import logging
 from collections.abc import Sequence
 
 import jax
@@ -23,9 +22,8 @@ from megajax.mesh import compat
 from megajax.mesh.current import free_axes, manual
 from megajax.mesh.sharding import ACTIVATION_AXES, SHARING_AXES, WEIGHT_AXES, local_weight_spec, rows_spec
 from megajax.ops import grouped_tiles
+from megajax.ops.choice import log_choice
 from megajax.ops.matmul import Float32Gradient, Weight, dot_precision
-
-logger = logging.getLogger("megajax")
 
 (TENSOR,) = WEIGHT_AXES["mlp"]
 
@@ -50,7 +48,7 @@ def grouped_matmul(
     summed over devices in the same dtype, unless the weight is a Float32Gradient.
     """
     is_wide = isinstance(weights[0], Float32Gradient)
-    arrays = tuple(w.array if is_wide else w for w in weights)
+    arrays = tuple(w.array if isinstance(w, Float32Gradient) else w for w in weights)
     assert axes == ("embed", "mlp") or (axes == ("mlp", "embed") and len(arrays) == 1), (axes, len(arrays))
     return _grouped_matmul(rows_RK, arrays, sizes_E, (axes, is_wide))
 
@@ -59,15 +57,10 @@ def _products(matrices_EKN: jax.Array):
     """The module that computes the products of a device with matrices like this one; logs which."""
     from pallas_kernels import grouped_matmul as kernel  # not at the top: it takes time to import
 
-    reason = compat.mosaic_problem() or kernel.problem(*matrices_EKN.shape[1:], matrices_EKN.dtype)
-    _log_choice(reason)
+    reason = compat.mosaic_problem() or kernel.problem(matrices_EKN.shape[1], matrices_EKN.shape[2], matrices_EKN.dtype)
+    choice = f"XLA, a loop over tiles ({reason})" if reason else "our kernel (pallas_kernels/grouped_matmul)"
+    log_choice("grouped matmul", choice)
     return grouped_tiles if reason else kernel
-
-
-@functools.cache
-def _log_choice(reason: str) -> None:
-    choice = f"XLA, a loop over tiles ({reason})" if reason else "our kernel (pallas_kernels/grouped_matmul.py)"
-    logger.info("grouped matmul: %s", choice)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

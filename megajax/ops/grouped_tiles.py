@@ -1,4 +1,4 @@
-"""The products of ops/grouped_matmul.py by XLA, on one device, tile by tile; pallas_kernels/grouped_matmul.py has the
+"""The products of ops/grouped_matmul.py by XLA, on one device, tile by tile; pallas_kernels/grouped_matmul has the
 same functions.
 
 Dimensions: R rows, K contracted width, N result width, W matrices per group, E groups.

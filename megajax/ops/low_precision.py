@@ -187,7 +187,7 @@ def product(
     y = jax.lax.dot_general(
         *factors, ((a_dims, b_dims), ((), ())), precision=dot_precision(compute), preferred_element_type=dtype
     )
-    if a.outer_scale is None:
+    if a.outer_scale is None or b.outer_scale is None:
         return y
     others = b.values.ndim - len(b_dims)
     outer = a.outer_scale.reshape(*a.outer_scale.shape, *(1,) * others) if a.outer_scale.ndim else a.outer_scale

@@ -101,21 +101,21 @@ def matmul(x: jax.Array, w: Weight, num_contracted: int = 1) -> jax.Array:
     return jax.lax.dot_general(x, w.astype(x.dtype), (dims, ((), ())), precision=dot_precision(x.dtype))
 
 
-def matmul_side_by_side(
-    x: jax.Array, weights: Sequence[Weight], axis: int, *, has_gradient: bool = True
-) -> jax.Array:  # fmt: skip
+def matmul_side_by_side(x: jax.Array, weights: Sequence[Weight], axis: int, *, has_gradient: bool = True) -> jax.Array:
     """[matmul(x, w) for w in weights] joined along `axis` of the weights, computed as one product.
 
     weights: [D, ...], with equal shapes except along `axis` (D is 0), which must not be a dim that the mesh splits. The
     gradient of x is then one product too, instead of a sum of several. Without a gradient, and with few rows, they are
     separate products: joining the weights copies them.
     """
-    is_alone = not has_gradient or any(isinstance(w, QuantizedWeight | ObservedWeight) for w in weights)
+    wide = tuple(w.array for w in weights if isinstance(w, Float32Gradient))
+    plain = [w for w in weights if isinstance(w, jax.Array)]
+    is_alone = not has_gradient or len(weights) not in (len(wide), len(plain))
     if is_alone or math.prod(x.shape[:-1]) < MIN_JOINED_ROWS:
         return jnp.concatenate([matmul(x, w) for w in weights], x.ndim - 2 + axis)
-    if isinstance(weights[0], Float32Gradient):
-        return _with_float32_gradient(x, tuple(w.array for w in weights), axis, 1)
-    return matmul(x, jnp.concatenate([w.astype(x.dtype) for w in weights], axis))
+    if wide:
+        return _with_float32_gradient(x, wide, axis, 1)
+    return matmul(x, jnp.concatenate([w.astype(x.dtype) for w in plain], axis))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -6,7 +6,6 @@ and its sharding, and uses our kernel on Hopper (pallas_kernels/norm.py).
 """
 
 import functools
-import logging
 import math
 
 import jax
@@ -17,8 +16,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.mesh import compat
 from megajax.mesh.current import free_axes, manual
 from megajax.mesh.sharding import activation_spec, axes_of
-
-logger = logging.getLogger("megajax")
+from megajax.ops.choice import log_choice
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
@@ -93,7 +91,7 @@ def residual_norm(
     gradients of all layers into each other. Compile time would grow with the square of the number of layers (7 B, 4
     layers: 47 s instead of 5 s), and each fusion would recompute the later layers.
     """
-    return _residual_norm(x_BTD, y_BTD, scale_D, bias_D, (epsilon, _backend(x_BTD)))
+    return _residual_norm(x_BTD, y_BTD, scale_D, bias_D, (epsilon, backend_of(x_BTD)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -163,12 +161,12 @@ def _spec(x_BTD) -> P:
     return activation_spec(x_BTD.shape, ("batch", "sequence", None))
 
 
-def _backend(x_BTD) -> str:
+def backend_of(x_BTD) -> str:
     sizes = free_axes()
     parts = math.prod(sizes[axis] for entry in _spec(x_BTD) for axis in axes_of(entry))
     rows = x_BTD.size // x_BTD.shape[-1] // parts
     reason = compat.mosaic_problem() or _kernel_problem(rows, x_BTD.shape[-1], x_BTD.dtype)
-    _log_choice(reason)
+    log_choice("norm", f"XLA ({reason})" if reason else "fused with the residual (pallas_kernels/norm.py)")
     return "xla" if reason else "kernel"
 
 
@@ -176,8 +174,3 @@ def _kernel_problem(rows: int, width: int, dtype) -> str:
     from pallas_kernels import norm as kernel  # not at the top: only Hopper needs it, and it takes time to import
 
     return kernel.problem(rows, width, dtype)
-
-
-@functools.cache
-def _log_choice(reason: str) -> None:
-    logger.info("norm: %s", f"XLA ({reason})" if reason else "fused with the residual (pallas_kernels/norm.py)")

@@ -7,7 +7,6 @@ pages of a sequence, J = P S slots of a sequence; C is 2, keys and values, or 1 
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.mesh.current import manual
 from megajax.mesh.sharding import activation_spec
-from megajax.ops.attention import MASKED_SCORE, with_sinks
-from megajax.ops.attention_backends import BackendName, Inputs, Options, choose
+from megajax.ops.attention import MASKED_SCORE, of_distance, plain_attention, with_sinks
+from megajax.ops.attention_backends import BackendName, Inputs, Options, Pairs, choose
 from megajax.ops.attention_mask import CAUSAL, Mask
-from megajax.ops.matmul import dot_precision
 from megajax.quantization.formats import scale_of, to_levels
 
 
@@ -47,7 +45,7 @@ def attend_to_pages(
 
     def body(q, pages, table, lower, upper, scales, slopes, sinks):
         k, v = (_contiguous(pages, scales, which, table, q.dtype) for which in (0, -1))
-        return with_sinks(*chosen.forward(q, k, v, _Intervals(lower, upper, slopes, options)), sinks)[0]
+        return with_sinks(*chosen.forward(q, k, v, _Intervals(options, lower, upper, slopes)), sinks)[0]
 
     heads, query_heads = _head_specs(q_BTNH, pages_ZCKSH)
     tokens = P(None, None, query_heads, None)
@@ -64,13 +62,12 @@ def _inputs(options: Options, length: int, q: jax.Array, pages_ZCKSH: jax.Array,
 
 
 @dataclasses.dataclass(frozen=True)
-class _Intervals:
+class _Intervals(Pairs):
     """The Pairs of queries whose bounds are given."""
 
     lower_BT: jax.Array
     upper_BT: jax.Array
     slopes_N: jax.Array | None
-    options: Options
 
     def bounds(self) -> tuple[jax.Array, jax.Array]:
         return self.lower_BT, self.upper_BT
@@ -121,30 +118,22 @@ def _contiguous(pages_ZCKSH, scales_ZCKS, which, table_BP, dtype):
 
 
 def reference_bounded_attention(q_BTNH, k_BJKH, v_BJKH, lower_BT, upper_BT, scale, soft_cap=None, slopes_N=None):
-    """The formula for a range of keys per query, with T x J scores in memory -> (out [B, T, N, H], log-sum-exp
-    [B, N, T] float32); an empty range gives 0."""
-    batch, length, num_heads, head_dim = q_BTNH.shape
-    num_slots, kv_heads = k_BJKH.shape[1:3]
-    slot_J = jnp.arange(num_slots)
+    """`plain_attention` to a range of keys per query; an empty range gives 0, and -inf as its log-sum-exp."""
+    slot_J = jnp.arange(k_BJKH.shape[1])
     seen_BTJ = (slot_J >= lower_BT[..., None]) & (slot_J < upper_BT[..., None])
     # What nobody attends to may be NaN, and 0 * NaN is NaN.
     is_read_BJ11 = jnp.any(seen_BTJ, 1)[..., None, None]
     k_BJKH = jnp.where(is_read_BJ11, k_BJKH, 0)
     v_BJKH = jnp.where(is_read_BJ11, v_BJKH, 0)
-    q_BTKGH = q_BTNH.reshape(batch, length, kv_heads, -1, head_dim)
-    dot = functools.partial(jnp.einsum, precision=dot_precision(q_BTNH.dtype), preferred_element_type=jnp.float32)
-    scores_BKGTJ = dot("btkgh,bjkh->bkgtj", q_BTKGH, k_BJKH) * scale
-    if soft_cap is not None:
-        scores_BKGTJ = soft_cap * jnp.tanh(scores_BKGTJ / soft_cap)
-    if slopes_N is not None:
-        distance_BTJ = (upper_BT[..., None] - 1 - slot_J).astype(jnp.float32)
-        scores_BKGTJ -= slopes_N.reshape(kv_heads, -1, 1, 1) * distance_BTJ[:, None, None]
-    seen_B11TJ = seen_BTJ[:, None, None]
-    scores_BKGTJ = jnp.where(seen_B11TJ, scores_BKGTJ, MASKED_SCORE)
-    lse_BKGT = jax.nn.logsumexp(scores_BKGTJ, -1)
-    probs_BKGTJ = jnp.where(seen_B11TJ, jax.nn.softmax(scores_BKGTJ, -1), 0)
-    out_BTKGH = dot("bkgtj,bjkh->btkgh", probs_BKGTJ.astype(v_BJKH.dtype), v_BJKH)
-    return out_BTKGH.astype(q_BTNH.dtype).reshape(q_BTNH.shape), lse_BKGT.reshape(batch, num_heads, length)
+
+    def masked(scores_BKGTJ):
+        if slopes_N is not None:
+            scores_BKGTJ -= of_distance(slopes_N, upper_BT[..., None] - 1 - slot_J, k_BJKH.shape[2])
+        return jnp.where(seen_BTJ[:, None, None], scores_BKGTJ, MASKED_SCORE)
+
+    out_BTNH, lse_BNT = plain_attention(q_BTNH, k_BJKH, v_BJKH, masked, scale, soft_cap)
+    is_empty_BT = ~jnp.any(seen_BTJ, 2)
+    return jnp.where(is_empty_BT[..., None, None], 0, out_BTNH), jnp.where(is_empty_BT[:, None], -jnp.inf, lse_BNT)
 
 
 def paged_attention(
@@ -197,27 +186,9 @@ def reference_paged_attention(
     q_BNH, pages_ZCKSH, table_BP, lengths_B, scales_ZCKS=None, *, scale, window=None, soft_cap=None
 ):
     """The formula, in float32, with all keys and values of the sequences gathered."""
-    num_places = table_BP.shape[1] * pages_ZCKSH.shape[3]
-    place_T = jnp.arange(num_places)
-    length_B1 = lengths_B[:, None]
-    seen_BT = place_T < length_B1
-    if window is not None:
-        seen_BT &= place_T >= length_B1 - window
-
-    def gather(which):
-        tokens_BTKH = _contiguous(pages_ZCKSH, scales_ZCKS, which, table_BP, jnp.float32)
-        return jnp.where(seen_BT[:, :, None, None], tokens_BTKH, 0)  # 0 * NaN is NaN
-
-    keys_BTKH = gather(0)
-    values_BTKH = gather(-1)
-    batch, _, kv_heads, head_dim = keys_BTKH.shape
-    q_BKGH = q_BNH.reshape(batch, kv_heads, -1, head_dim).astype(jnp.float32)
-    dot = functools.partial(jnp.einsum, precision=dot_precision(jnp.float32))
-    scores_BKGT = dot("bkgh,btkh->bkgt", q_BKGH, keys_BTKH) * scale
-    if soft_cap is not None:
-        scores_BKGT = soft_cap * jnp.tanh(scores_BKGT / soft_cap)
-    seen_B11T = seen_BT[:, None, None]
-    lse_BKG = jax.nn.logsumexp(scores_BKGT, -1, where=seen_B11T)
-    probs_BKGT = jnp.where(seen_B11T, jax.nn.softmax(jnp.where(seen_B11T, scores_BKGT, MASKED_SCORE), -1), 0)
-    out_BKGH = dot("bkgt,btkh->bkgh", probs_BKGT, values_BTKH)
-    return out_BKGH.reshape(q_BNH.shape).astype(q_BNH.dtype), lse_BKG.reshape(q_BNH.shape[:2])
+    keys, values = (_contiguous(pages_ZCKSH, scales_ZCKS, which, table_BP, jnp.float32) for which in (0, -1))
+    upper_B1 = lengths_B[:, None]
+    lower_B1 = jnp.zeros_like(upper_B1) if window is None else upper_B1 - window
+    q_B1NH = q_BNH[:, None].astype(jnp.float32)
+    out_B1NH, lse_BN1 = reference_bounded_attention(q_B1NH, keys, values, lower_B1, upper_B1, scale, soft_cap)
+    return out_B1NH[:, 0].astype(q_BNH.dtype), lse_BN1[:, :, 0]

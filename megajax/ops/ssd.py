@@ -228,12 +228,13 @@ def states_of_pieces(
     ends = constrain(ends_IBGRPN, None, *axes)
     transitions = constrain(transitions_IBGR, None, *axes[: transitions_IBGR.ndim - 1])
     state = jnp.zeros_like(ends[0]) if start_BGRPN is None else start_BGRPN
-    found = [None] * len(pieces)
+    found = {}
     for stored in np.argsort(pieces).tolist():
         found[stored] = state
         state = left(state, transitions[stored]) + ends[stored]
     # Whole here too, so that the gradients are gathered before they are taken apart: XLA would send each by itself.
-    return constrain(constrain(jnp.stack(found), None, *axes), "time", *axes), state
+    states = jnp.stack([found[stored] for stored in sorted(found)])
+    return constrain(constrain(states, None, *axes), "time", *axes), state
 
 
 def ssd_step(
@@ -313,9 +314,10 @@ def convolved(windows: Sequence[jax.Array], kernel_W: jax.Array, bias: jax.Array
     return jax.nn.silu(_weighted(windows, kernel_W, bias)).astype(windows[0].dtype)
 
 
-def _weighted(windows, kernel_W, bias):
+def _weighted(windows, kernel_W, bias) -> jax.Array:
     dtype = wide(windows[0])
-    total = sum(window.astype(dtype) * tap.astype(dtype) for window, tap in zip(windows, kernel_W, strict=True))
+    taps = zip(windows, kernel_W, strict=True)
+    total = jnp.asarray(sum(window.astype(dtype) * tap.astype(dtype) for window, tap in taps))
     return total if bias is None else total + bias.astype(dtype)
 
 

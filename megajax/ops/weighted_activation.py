@@ -8,7 +8,6 @@ elsewhere XLA computes ops/activation.py and the product.
 """
 
 import functools
-import logging
 import math
 
 import jax
@@ -19,8 +18,7 @@ from megajax.mesh import compat
 from megajax.mesh.current import free_axes, manual
 from megajax.mesh.sharding import WEIGHT_AXES, axes_of, rows_spec
 from megajax.ops.activation import Activation, activate
-
-logger = logging.getLogger("megajax")
+from megajax.ops.choice import log_choice
 
 TENSOR = WEIGHT_AXES["mlp"]
 FUNCTIONS = {"swiglu": "silu", "geglu_tanh": "gelu_tanh"}
@@ -39,14 +37,14 @@ def weighted_activation(wide_RWF: jax.Array, weights_R: jax.Array, sizes_E: jax.
     weights_R: float32. sizes_E: int32, rows of each group, concatenated over devices. Empty rows of wide must be zero:
     results and gradients there are zero, too.
     """
-    reason = compat.mosaic_problem() or _kernel_problem(wide_RWF, name)
-    _log_choice(reason)
+    reason = compat.mosaic_problem() or kernel_problem(wide_RWF, name)
+    log_choice("activation of experts", f"XLA ({reason})" if reason else "our kernel (pallas_kernels/gated.py)")
     if reason:
         return reference(wide_RWF, weights_R, name)
     return _by_kernel(wide_RWF, weights_R, sizes_E, FUNCTIONS[name])
 
 
-def _kernel_problem(wide_RWF, name: Activation) -> str:
+def kernel_problem(wide_RWF, name: Activation) -> str:
     from pallas_kernels import gated as kernel  # not at the top: only Hopper needs it, and it takes time to import
 
     if name not in FUNCTIONS:
@@ -55,12 +53,6 @@ def _kernel_problem(wide_RWF, name: Activation) -> str:
     of_rows, _, of_width = (math.prod(sizes[axis] for axis in axes_of(entry)) for entry in rows_spec(None, "mlp"))
     rows, _, width = wide_RWF.shape
     return kernel.problem(rows // of_rows, width // of_width, wide_RWF.dtype)
-
-
-@functools.cache
-def _log_choice(reason: str) -> None:
-    choice = f"XLA ({reason})" if reason else "our kernel (pallas_kernels/gated.py)"
-    logger.info("activation of experts: %s", choice)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

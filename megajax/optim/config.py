@@ -31,22 +31,19 @@ class OptimizerConfig:
     """Learning rate after the warm-up, the peak of the schedule."""
     min_learning_rate: Coefficient = 3e-5
     """Learning rate at the end of the decay and after it (not used by schedule constant)."""
-    initial_learning_rate: Coefficient = 0.0
-    """Learning rate at the start of the warm-up."""
     schedule: ScheduleStyle = "cosine"
     """Shape of the decay after the warm-up; the wsd ones are constant until they anneal at the end, wsd exponentially.
     Formulas in megajax/optim/schedule.py."""
     warmup_steps: NonNegativeInt = 0
-    """Steps of linear warm-up; 0 starts at learning_rate. In this and the following fields, a step during a batch size
-    ramp-up counts as its fraction of global_batch_size."""
+    """Steps of linear warm-up from 0; 0 starts at learning_rate. In this and the following fields, a step during a
+    batch size ramp-up counts as its fraction of global_batch_size."""
     decay_steps: PositiveInt | None = None
     """Step at which min_learning_rate is reached, warm-up included; None: the end of the run."""
     wsd_decay_steps: NonNegativeInt = 0
     """Schedules wsd...: number of annealing steps at the end, before decay_steps."""
-    beta1: Momentum = 0.9
-    """AdamW, Lion: decay of the first moment (Lion: of the interpolation whose sign is taken)."""
-    beta2: Momentum = 0.95
-    """AdamW: decay of the second moment. Lion: decay of its only moment (0.98 or 0.99 are usual there)."""
+    betas: tuple[Momentum, Momentum] = (0.9, 0.95)
+    """Decay of the first and the second moment of AdamW; of the interpolation whose sign Lion takes, and of its only
+    moment (0.98 or 0.99 are usual there)."""
     epsilon: Epsilon = 1e-8
     """AdamW: added to the square root of the second moment."""
     momentum: Momentum = 0.9
@@ -73,7 +70,6 @@ class OptimizerConfig:
 
     def check(self, run_steps: float) -> None:
         """Raises ValueError for numbers that contradict each other. run_steps: TrainingConfig.full_batch_steps."""
-        self._check_below_peak("initial_learning_rate")
         self.loss_scale_rule.check()
         for text in self.groups:
             parse_group(text)
@@ -84,7 +80,11 @@ class OptimizerConfig:
             )
         if self.schedule == "constant":
             return
-        self._check_below_peak("min_learning_rate")
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"optimizer.min_learning_rate={self.min_learning_rate} must be at most optimizer.learning_rate="
+                f"{self.learning_rate}; use --optimizer.min_learning_rate={self.learning_rate / 10:g}"
+            )
         decay_steps = self.end_of_decay(run_steps)
         if self.warmup_steps >= decay_steps:
             raise ValueError(
@@ -117,13 +117,6 @@ class OptimizerConfig:
         """decay_steps, or run_steps where it is None."""
         return run_steps if self.decay_steps is None else self.decay_steps
 
-    def _check_below_peak(self, name: str) -> None:
-        if getattr(self, name) > self.learning_rate:
-            raise ValueError(
-                f"optimizer.{name}={getattr(self, name)} must be at most optimizer.learning_rate={self.learning_rate}; "
-                f"use --optimizer.{name}={self.learning_rate / 10:g}"
-            )
-
     def make_schedule(self, run_steps: float) -> Schedule:
         """The learning-rate schedule of a run of run_steps (TrainingConfig.full_batch_steps), after `check`."""
         self.check(run_steps)
@@ -131,7 +124,6 @@ class OptimizerConfig:
             style=self.schedule,
             peak=self.learning_rate,
             minimum=self.min_learning_rate,
-            initial=self.initial_learning_rate,
             warmup_steps=self.warmup_steps,
             decay_steps=self.end_of_decay(run_steps),
             wsd_decay_steps=self.wsd_decay_steps,

@@ -9,7 +9,7 @@ import logging
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from megajax.mesh.sharding import axes_of, entry_of
 from megajax.optim.optimizer import Optimizer
@@ -21,7 +21,12 @@ logger = logging.getLogger("megajax")
 
 
 def optimizer_shardings(
-    optimizer: Optimizer, abstract_params: PyTree, param_shardings: PyTree, *, mesh: Mesh, shard_over_data: bool
+    optimizer: Optimizer,
+    abstract_params: PyTree,
+    param_shardings: PyTree,
+    *,
+    mesh: Mesh | AbstractMesh,
+    shard_over_data: bool,
 ) -> PyTree:
     """NamedSharding for every leaf of `optimizer.init(params)`.
 
@@ -65,7 +70,9 @@ def optimizer_shardings(
     return shardings
 
 
-def moment_shardings(abstract_params: PyTree, param_shardings: PyTree, *, mesh: Mesh, shard_over_data: bool) -> PyTree:
+def moment_shardings(
+    abstract_params: PyTree, param_shardings: PyTree, *, mesh: Mesh | AbstractMesh, shard_over_data: bool
+) -> PyTree:
     """NamedShardings, structure of the parameters, for a moment of each parameter.
 
     With `shard_over_data` each is also split over the axis data, as the innermost axis of the first dim that divides.
@@ -95,7 +102,7 @@ def moment_shardings(abstract_params: PyTree, param_shardings: PyTree, *, mesh: 
     return shardings
 
 
-def _split_over_data(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh) -> PartitionSpec | None:
+def _split_over_data(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec | None:
     """`spec` with the axis data added to one dim; None if no dim divides; `spec` itself if it already has data."""
     axes_of_dim = [axes_of(entry) for entry in spec] + [()] * (len(shape) - len(spec))
     if any("data" in axes for axes in axes_of_dim):

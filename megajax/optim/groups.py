@@ -141,5 +141,5 @@ def _check_use(text: str, group: Group, group_of: PyTree, records: PyTree) -> No
 def assigned_optimizers(groups: tuple[str, ...]) -> list[tuple[str, str | None]]:
     """The update rules that the groups assign: the part of the groups that the optimizer state depends on."""
     parsed = [parse_group(text) for text in groups]
-    assigned = [(group.pattern, group.optimizer) for group in parsed]
+    assigned: list[tuple[str, str | None]] = [(group.pattern, group.optimizer) for group in parsed]
     return assigned if any(optimizer for _, optimizer in assigned) else []

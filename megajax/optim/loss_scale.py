@@ -11,7 +11,7 @@ So the first overflow after a growth is tolerated with hysteresis 2, and each fu
 grown again.
 """
 
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -47,29 +47,32 @@ class LossScaleRule(NamedTuple):
         return ",".join(f"{number:.10g}" for number in self)
 
 
-class LossScale(NamedTuple):
-    """State between two steps; scalars."""
+Leaf = TypeVar("Leaf")
 
-    scale: jax.Array
+
+class LossScale(NamedTuple, Generic[Leaf]):
+    """State between two steps: scalars, or their shapes or shardings."""
+
+    scale: Leaf
     """float32."""
-    finite_steps: jax.Array
+    finite_steps: Leaf
     """int32: consecutive steps without overflow, since the scale last grew."""
-    overflows_left: jax.Array
+    overflows_left: Leaf
     """int32: the overflow that makes it 0, and each one after that, halves the scale."""
 
     @staticmethod
-    def of(scale: float, finite_steps: int, overflows_left: int) -> "LossScale":
+    def of(scale: float, finite_steps: int, overflows_left: int) -> "LossScale[jax.Array]":
         return LossScale(jnp.float32(scale), jnp.int32(finite_steps), jnp.int32(overflows_left))
 
     @staticmethod
-    def initial(rule: LossScaleRule) -> "LossScale":
+    def initial(rule: LossScaleRule) -> "LossScale[jax.Array]":
         return LossScale.of(rule.initial, 0, rule.hysteresis)
 
-    def unscaled(self, gradients):
+    def unscaled(self: "LossScale[jax.Array]", gradients):
         """A pytree of float32 arrays, divided by the scale."""
         return jax.tree.map(lambda gradient: gradient * (1 / self.scale), gradients)
 
-    def after(self, overflowed: jax.Array, rule: LossScaleRule) -> "LossScale":
+    def after(self: "LossScale[jax.Array]", overflowed: jax.Array, rule: LossScaleRule) -> "LossScale[jax.Array]":
         """The state after a step; overflowed: whether one of its gradients is not finite, bool scalar."""
         if rule.growth_interval == 0:
             return self

@@ -73,9 +73,9 @@ def _rounded(transform: optax.GradientTransformation, encode, decode) -> optax.G
     def init(params: PyTree) -> PyTree:
         return encode(transform.init(params), None)
 
-    def update(updates: PyTree, stored: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
-        updates, state = transform.update(updates, decode(stored), params)
-        return updates, encode(state, stored)
+    def update(updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any) -> tuple[PyTree, PyTree]:
+        updates, new = transform.update(updates, decode(state), params)
+        return updates, encode(new, state)
 
     return optax.GradientTransformation(init, update)
 

@@ -179,8 +179,8 @@ def _update_rule(config: OptimizerConfig, names: set[str], rules: PyTree) -> opt
     """Combines these update rules; each has moments only for its own parameters."""
     matrices = jax.tree.map(lambda rule: rule.record if rule.optimizer == "muon" else optax.MaskedNode(), rules)
     transforms = {
-        "adamw": optax.scale_by_adam(config.beta1, config.beta2, config.epsilon),
-        "lion": optax.scale_by_lion(config.beta1, config.beta2),
+        "adamw": optax.scale_by_adam(*config.betas, config.epsilon),
+        "lion": optax.scale_by_lion(*config.betas),
         "sgd": optax.trace(config.momentum),
         "muon": scale_by_muon(config.momentum, matrices),
     }

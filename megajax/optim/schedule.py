@@ -2,7 +2,7 @@
 
 With n the step, w the warm-up, N the decay steps, `peak` and `minimum` the two ends:
 
-    n <= w (w > 0)       initial + (peak - initial) * n / w
+    n <= w (w > 0)       peak * n / w
     constant             peak, from then on
     n > N                minimum (every other style)
     inverse_square_root  max(minimum, peak * sqrt(max(w, 1)) / sqrt(max(n, 1)))
@@ -14,7 +14,7 @@ With n the step, w the warm-up, N the decay steps, `peak` and `minimum` the two 
                          wsd_cosine  (1 + cos(pi q)) / 2   wsd_minus_sqrt  1 - sqrt(q)
 
 These are the formulas of Megatron-LM's OptimizerParamScheduler. Step 0 is the first update: with a warm-up it uses
-`initial`. As in Megatron-LM, n counts samples, here in units of the global batch size: during a batch size ramp-up a
+0. As in Megatron-LM, n counts samples, here in units of the global batch size: during a batch size ramp-up a
 step counts less than 1, and so w, N and D are steps of the full batch.
 """
 
@@ -34,7 +34,6 @@ class Schedule:
     style: ScheduleStyle
     peak: float
     minimum: float
-    initial: float
     warmup_steps: int
     decay_steps: float
     wsd_decay_steps: int
@@ -45,7 +44,7 @@ class Schedule:
         `step` may be fractional: while the batch size ramps up it is consumed samples / final global batch size.
         """
         if self.warmup_steps > 0 and step <= self.warmup_steps:
-            return self.initial + (self.peak - self.initial) * step / self.warmup_steps
+            return self.peak * step / self.warmup_steps
         if self.style == "constant":
             return self.peak
         if step > self.decay_steps:

@@ -15,11 +15,9 @@ https://arxiv.org/abs/2311.09431).
     all_to_all   whole sequences, split heads (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509): ops/attention.py
 """
 
-import dataclasses
 import functools
 import logging
 from collections.abc import Sequence
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,16 +28,14 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.mesh import compat
 from megajax.mesh.current import axis_size, free_axes, is_inside_pipeline, manual
-from megajax.mesh.sharding import TIME_AXES, activation_spec, constrain
+from megajax.mesh.sharding import activation_spec, constrain
 from megajax.ops import attention as local
 from megajax.ops.attention import MASKED_SCORE
-from megajax.ops.attention_backends import Backend, BackendName, Inputs, Options, choose
-from megajax.ops.attention_mask import CAUSAL, FULL, Mask
+from megajax.ops.attention_backends import BackendName, Inputs, Options, choose
+from megajax.ops.attention_mask import Mask
+from megajax.parallel.blocks import AXIS, Blocks, ContextMethod, Plan, first, second
 
 logger = logging.getLogger("megajax")
-
-(AXIS,) = TIME_AXES
-ContextMethod = Literal["ring", "all_gather", "all_to_all"]
 
 
 def sequence_order(length: int, num_ranks: int, method: ContextMethod) -> np.ndarray:
@@ -102,13 +98,15 @@ def attention(
 
     indices: given if a cache holds all keys; the sequence is not split then.
     """
-    arguments = dict(mask=mask, scale=scale, soft_cap=soft_cap, segments=segments, dropout=dropout, backend=backend)
-    arguments |= dict(slopes=slopes, sinks=sinks, deterministic=deterministic)
+    whole = functools.partial(
+        local.attention, q_BTNH, k_BSKH, v_BSKH, mask=mask, scale=scale, soft_cap=soft_cap, segments=segments,
+        dropout=dropout, slopes=slopes, sinks=sinks, backend=backend, deterministic=deterministic
+    )  # fmt: skip
     if indices is not None or free_axes().get(AXIS, 1) == 1:
-        return local.attention(q_BTNH, k_BSKH, v_BSKH, indices=indices, bias=bias, **arguments)
+        return whole(indices=indices, bias=bias)
     assert bias is None, "a bias is for whole sequences"
     if method == "all_to_all":
-        return local.attention(q_BTNH, k_BSKH, v_BSKH, over_heads=True, **arguments)
+        return whole(over_heads=True)
     if method == "ring" and is_inside_pipeline():
         # A ppermute involves all devices of the mesh, and a stage that does not execute it in this tick does not take
         # part: on CPU the others would wait for it forever. A gather involves only the devices of one stage.
@@ -120,19 +118,12 @@ def attention(
     inputs = Inputs.of(options, q_BTNH, k_BSKH, v_BSKH, is_split=True, **has)
     key = None if key is None else (jax.random.key_data(key[0]), key[1])
     arrays = (None if segments is None else segments[0], key, slopes)
-    return _attention(q_BTNH, k_BSKH, v_BSKH, sinks, arrays, _Plan(method, options, choose(inputs, backend)))
+    return _attention(q_BTNH, k_BSKH, v_BSKH, sinks, arrays, Plan(method, options, choose(inputs, backend)))
 
 
 @functools.cache
 def _log_method(method: str) -> None:
     logger.info("attention over context: %s", method)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    method: ContextMethod
-    options: Options
-    backend: Backend
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -172,8 +163,8 @@ _attention.defvjp(_forward, _backward)
 # ----------------------------------------------------------------------------- one device
 
 
-def _forward_body(q, k, v, sinks, arrays, *, plan):
-    blocks = _Blocks(q, arrays, plan)
+def _forward_body(q, k, v, sinks, arrays, *, plan: Plan):
+    blocks = Blocks(q, arrays, plan)
     others = _Others(blocks.rank, (k, v, blocks.segments), plan)
     out, lse = blocks.forward(q, k, v, blocks.own, blocks.own)
 
@@ -184,13 +175,13 @@ def _forward_body(q, k, v, sinks, arrays, *, plan):
         half = k.shape[1] // 2
 
         def earlier():
-            return blocks.forward(q, k[:, :half], v[:, :half], blocks.own, _first(theirs, half))
+            return blocks.forward(q, k[:, :half], v[:, :half], blocks.own, first(theirs, half))
 
         def all_pairs():
             return blocks.forward(q, k, v, blocks.own, theirs)
 
         def later():
-            new, new_lse = blocks.forward(q[:, half:], k, v, _second(blocks.own, half), theirs)
+            new, new_lse = blocks.forward(q[:, half:], k, v, second(blocks.own, half), theirs)
             return _pad_front(new, 0.0), _pad_front(new_lse, MASKED_SCORE, axis=2)
 
         def merged(block):
@@ -207,13 +198,13 @@ def _forward_body(q, k, v, sinks, arrays, *, plan):
         branches = [lambda: (out, lse), lambda: merged(earlier), lambda: merged(later)]
         return (lax.switch(blocks.branch(others.source(j)), branches), sent), None
 
-    (total, _), _ = lax.scan(step, ((out, lse), others.start()), blocks.steps)
-    out, lse = local.with_sinks(*total, sinks)
+    ((out, lse), _), _ = lax.scan(step, ((out, lse), others.start()), blocks.steps)
+    out, lse = local.with_sinks(out, lse, sinks)
     return out.astype(q.dtype), lse
 
 
 def _backward_body(q, k, v, sinks, out, lse, d_out, arrays, *, plan, lse_spec):
-    blocks = _Blocks(q, arrays, plan)
+    blocks = Blocks(q, arrays, plan)
     others = _Others(blocks.rank, (k, v, blocks.segments), plan)
     half = k.shape[1] // 2
     d_q, d_k, d_v = blocks.backward(q, k, v, out, lse, d_out, blocks.own, blocks.own)
@@ -225,7 +216,7 @@ def _backward_body(q, k, v, sinks, out, lse, d_out, arrays, *, plan, lse_spec):
         theirs = blocks.of_rank(others.source(j), segments)
 
         def earlier():
-            arguments = (out, lse, d_out, blocks.own, _first(theirs, half))
+            arguments = (out, lse, d_out, blocks.own, first(theirs, half))
             new_q, *new = blocks.backward(q, k[:, :half], v[:, :half], *arguments)
             return d_q + new_q, *map(_pad_back, new)
 
@@ -234,7 +225,7 @@ def _backward_body(q, k, v, sinks, out, lse, d_out, arrays, *, plan, lse_spec):
             return d_q + new_q, *new
 
         def later():
-            arguments = (out[:, half:], lse[..., half:], d_out[:, half:], _second(blocks.own, half), theirs)
+            arguments = (out[:, half:], lse[..., half:], d_out[:, half:], second(blocks.own, half), theirs)
             new_q, *new = blocks.backward(q[:, half:], k, v, *arguments)
             return d_q + _pad_front(new_q, 0.0), *new
 
@@ -257,7 +248,7 @@ class _Others:
     Step j handles those of rank i - j. A ring sends the data of step j + 1 before step j is computed.
     """
 
-    def __init__(self, rank, own: tuple, plan: _Plan):
+    def __init__(self, rank, own: tuple, plan: Plan):
         self.is_ring = plan.method == "ring"
         self.rank = rank
         self.own = own
@@ -300,128 +291,6 @@ class _Others:
         if self.is_ring:
             return _rotate(sums)
         return tuple(lax.psum_scatter(a, AXIS, scatter_dimension=0) for a in sums)
-
-
-class _Blocks:
-    """Attention of some queries to some keys. q_positions and k_positions are pairs: (positions in the sequence [T],
-    segments [B, T] or None)."""
-
-    def __init__(self, q, arrays, plan: _Plan):
-        # Without the dependence on q, the masks of all steps would be hoisted out of a scan over layers, and saved.
-        arguments = (lax.axis_index(AXIS), jnp.arange(1, lax.axis_size(AXIS)), arrays, q[:1, :1, :1, :1])
-        self.rank, self.steps, (self.segments, self.key, self.slopes), _ = lax.optimization_barrier(arguments)
-        self.plan = plan
-        self.mask = plan.options.mask
-        self.chunk = q.shape[1] // 2
-        self.own = self.of_rank(self.rank, self.segments)
-
-    def of_rank(self, rank, segments):
-        chunks = jnp.stack([rank, 2 * lax.axis_size(AXIS) - 1 - rank])
-        return (chunks[:, None] * self.chunk + jnp.arange(self.chunk)).reshape(-1), segments
-
-    def branch(self, source):
-        """0: all these keys are outside the window, 1: keys of an earlier rank, 2: keys of a later rank."""
-        nearest = (jnp.abs(self.rank - source) - 1) * self.chunk + 1
-        is_visible = True if self.mask.reach is None else nearest < self.mask.reach
-        return jnp.where(is_visible, jnp.where(source < self.rank, 1, 2), 0)
-
-    def forward(self, q, k, v, q_positions, k_positions):
-        """-> (out [B, T, N, H] float32, log-sum-exp [B, N, T] float32); a fully masked row has weight 0."""
-        block = _Block(self, q, q_positions, k_positions)
-        out, lse = self.plan.backend.forward(q, k, v, block)
-        return out.astype(jnp.float32), lse
-
-    def backward(self, q, k, v, out, lse, d_out, q_positions, k_positions):
-        """-> gradients in float32, from the results of attention to all keys."""
-        block = _Block(self, q, q_positions, k_positions)
-        gradients = self.plan.backend.backward(q, k, v, out, lse, d_out, block)
-        return tuple(a.astype(jnp.float32) for a in gradients)
-
-
-class _Block:
-    """The Pairs of one block."""
-
-    def __init__(self, blocks: _Blocks, q, q_positions, k_positions):
-        self.blocks = blocks
-        self.options = blocks.plan.options
-        self.mask = blocks.mask
-        self.q = q
-        self.q_positions = q_positions
-        self.k_positions = k_positions
-        self.segments = None if q_positions[1] is None else (q_positions[1], k_positions[1])
-
-    def bounds(self):
-        """The positions of the keys ascend."""
-        q_index_T, q_ids = self.q_positions
-        k_index_S, k_ids = self.k_positions
-        chunk = self.blocks.chunk
-        half = len(k_index_S) // 2 if len(k_index_S) > chunk else len(k_index_S)
-        runs = [k_index_S[:half], k_index_S[half:]]  # of consecutive positions
-
-        def before(position):
-            """Number of keys at lower positions."""
-            return sum(jnp.clip(position - run[0], 0, len(run)) for run in runs if len(run))
-
-        end = self.mask.upper(q_index_T)
-        last = len(k_index_S) if end is None else before(end)
-        upper = jnp.broadcast_to(last, (self.q.shape[0], len(q_index_T)))
-        lower = jnp.zeros_like(upper)
-        if (first := self.mask.lower(q_index_T)) is not None:
-            lower = jnp.broadcast_to(before(first), upper.shape)
-        if q_ids is not None:
-            first, end = _documents(q_ids, k_ids, num_ids=2 * lax.axis_size(AXIS) * chunk + 1)
-            lower = jnp.maximum(lower, first)
-            upper = jnp.minimum(upper, end)
-        return lower.astype(jnp.int32), upper.astype(jnp.int32)
-
-    def bias(self):
-        if self.segments is None and self.mask in (FULL, CAUSAL):
-            # Other blocks of causal attention are seen wholly.
-            return None, dict(causal=self.mask == CAUSAL and self.q_positions is self.k_positions, window=None)
-        distance = self.q_positions[0][:, None] - self.k_positions[0]
-        visible = self.mask.visible(distance, self.k_positions[0])
-        if self.segments is not None:
-            visible = visible & (self.segments[0][:, :, None] == self.segments[1][:, None])
-        bias = (~visible).astype(self.q.dtype) * MASKED_SCORE
-        return bias.reshape(-1, 1, *bias.shape[-2:]), dict(causal=False, window=None)
-
-    def reference(self, q, k, v):
-        options = self.options
-        indices = (self.q_positions[0][None], self.k_positions[0][None])
-        keep = local.dropout_mask(self.blocks.key, options.dropout, q, indices) if options.dropout > 0 else None
-        how = (options.mask, options.scale, options.soft_cap)
-        return local.reference_attention(q, k, v, *how, self.segments, indices, keep, self.blocks.slopes)
-
-    def reference_gradients(self, q, k, v, out, lse, d_out):
-        """The derivative of a block with its own log-sum-exp does not include the other keys: scale it by the block's
-        weight in the whole, and pass the gradient of that weight to the log-sum-exp."""
-        (block, block_lse), vjp = jax.vjp(self.reference, q, k, v)
-        weight = jnp.exp(block_lse - lse)
-        d_block = (d_out.astype(jnp.float32) * weight.swapaxes(1, 2)[..., None]).astype(block.dtype)
-        difference = (block.astype(jnp.float32) - out.astype(jnp.float32)) * d_out.astype(jnp.float32)
-        return vjp((d_block, weight * difference.sum(-1).swapaxes(1, 2)))
-
-
-def _documents(q_ids, k_ids, num_ids):
-    """int32 [B, T]: first key of each query's document and one past its last; an empty interval, still in ascending
-    order, if the document has no key here. The tokens of a document are adjacent, ids are 0 to num_ids - 1."""
-    index = jnp.arange(k_ids.shape[1])
-
-    def of_row(q_ids, k_ids):
-        first = jnp.full((num_ids,), k_ids.shape[0]).at[k_ids].min(index)[q_ids]
-        end = jnp.zeros((num_ids,), int).at[k_ids].max(index + 1)[q_ids]
-        end = lax.cummax(end)
-        return jnp.minimum(first, end), end
-
-    return jax.vmap(of_row)(q_ids, k_ids)
-
-
-def _first(positions, half):
-    return tuple(a if a is None else a[..., :half] for a in positions)
-
-
-def _second(positions, half):
-    return tuple(a if a is None else a[..., half:] for a in positions)
 
 
 def _rotate(tree):

@@ -4,16 +4,12 @@ P devices of `pipeline` (ranks) hold V chunks of layers each (virtual stages, Na
 is stage c P + r of the model. The vocabulary belongs to no stage: all ranks share embedding and loss.
 
 A row of a table is a tick: at most one forward and one backward pass on each rank, and what a rank sends is used by its
-neighbour exactly one tick later. For M microbatches, where a stage takes F forward and B backward:
+neighbour exactly one tick later. The schedule is one forward, one backward (1F1B, Narayanan et al. 2019, 2021): for M
+microbatches M V + V P + P - 2 ticks, and at most V P + P - 1 chunks in flight.
 
-    gpipe   all forward passes, then all backward      2 (M + P - 1) ticks    M microbatches in flight
-            (Huang et al. 2019)
-    1f1b    one forward, one backward                  M V + V P + P - 2      at most V P + P - 1 chunks in flight
-            (Narayanan et al. 2019, 2021)
-
-1f1b takes (M V + P - 1) (F + B): ticks at the start run only F, those at the end only B. The bubble is the fraction
-(P - 1) / (M V + P - 1) of its time. With V > 1 the order on each rank is Megatron-LM's; M need not be a multiple of P,
-but then some ranks wait in between.
+Where a stage takes F forward and B backward, that is (M V + P - 1) (F + B): ticks at the start run only F, those at the
+end only B. The bubble is the fraction (P - 1) / (M V + P - 1) of the time. With V > 1 the order on each rank is
+Megatron-LM's; M need not be a multiple of P, but then some ranks wait in between.
 """
 
 import dataclasses
@@ -22,7 +18,7 @@ import re
 
 import numpy as np
 
-from megajax.mesh.config import MeshConfig, PipelineSchedule
+from megajax.mesh.config import MeshConfig
 
 MAX_LAYOUT = 100_000  # letters of a layout after expanding repetitions
 
@@ -31,7 +27,6 @@ MAX_LAYOUT = 100_000  # letters of a layout after expanding repetitions
 class Stages:
     layers: tuple[tuple[tuple[int, ...], ...], ...]
     """[V][P]: numbers of the layers of chunk c on rank r."""
-    schedule: PipelineSchedule
 
     @property
     def num_chunks(self) -> int:
@@ -81,9 +76,7 @@ def make_stages(mesh: MeshConfig, num_layers: int) -> Stages | None:
             sizes[number] += 1
     ends = np.cumsum(sizes)
     stages = [tuple(range(end - size, end)) for size, end in zip(sizes, ends.tolist(), strict=True)]
-    return Stages(
-        tuple(tuple(stages[c * num_ranks : (c + 1) * num_ranks]) for c in range(num_chunks)), mesh.pipeline_schedule
-    )
+    return Stages(tuple(tuple(stages[c * num_ranks : (c + 1) * num_ranks]) for c in range(num_chunks)))
 
 
 def parse_layout(text: str) -> list[int]:
@@ -133,9 +126,7 @@ class Table:
     num_loss_slots: int
 
 
-def make_table(
-    schedule: PipelineSchedule, num_ranks: int, num_microbatches: int, num_chunks: int = 1, *, backward: bool = True
-) -> Table:
+def make_table(num_ranks: int, num_microbatches: int, num_chunks: int = 1, *, backward: bool = True) -> Table:
     """backward=False: only the forward passes."""
     P = num_ranks
     M = num_microbatches
@@ -144,9 +135,7 @@ def make_table(
     for s, i, c in itertools.product(range(P), range(M), range(V)):
         before = (i // P) * P * V + i % P if V > 1 else i
         passes[s].append((s + before + c * P, 0, i, c))
-        if backward and schedule == "gpipe":
-            passes[s].append((M + 2 * P - 2 - s + i, 1, i, c))
-        elif backward:
+        if backward:
             passes[s].append((V * P + P - 2 - s + before + (V - 1 - c) * P, 1, i, c))
     ticks = max(max(of_rank)[0] for of_rank in passes) + 1
     names = [f"{name}{column}" for name in ("forward", "backward") for column in ("", "_chunk", "_slot")]
@@ -207,5 +196,5 @@ class _Slots:
 
 
 def bubble(num_ranks: int, num_microbatches: int, num_chunks: int) -> float:
-    """Fraction of a step in which a rank waits, for any schedule (Narayanan et al. 2021, section 2.2)."""
+    """Fraction of a step in which a rank waits (Narayanan et al. 2021, section 2.2)."""
     return (num_ranks - 1) / (num_microbatches * num_chunks + num_ranks - 1)

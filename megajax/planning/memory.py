@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from megajax.layers.layer import LayerConfig, Saved
-from megajax.mesh.config import MeshConfig, PipelineSchedule
+from megajax.mesh.config import MeshConfig
 from megajax.models.model import Model
-from megajax.ops.cross_entropy import MAX_CHUNK_BYTES
+from megajax.ops.vocabulary import MAX_CHUNK_BYTES
 from megajax.parallel.schedule import make_table
 from megajax.training.config import TrainingConfig
 from megajax.training.program import Program
@@ -92,7 +92,7 @@ def activation_bytes(
     if model.stages is None:
         return int(sum(on_device) / mesh.tensor + working), int(on_host / mesh.tensor)
     stages = model.stages
-    num_slots, num_loss_slots = _num_slots(stages.schedule, stages.num_ranks, batch.num_microbatches, stages.num_chunks)
+    num_slots, num_loss_slots = _num_slots(stages.num_ranks, batch.num_microbatches, stages.num_chunks)
     fullest = max(sum(on_device[number] for number in stage) for chunk in stages.layers for stage in chunk)
     residuals = (5 + num_loss_slots) * layers[0].embed_dim * tokens * itemsize
     most = max(len(stage) for chunk in stages.layers for stage in chunk)
@@ -104,9 +104,9 @@ def activation_bytes(
 
 
 @functools.cache
-def _num_slots(schedule: PipelineSchedule, num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[int, int]:
+def _num_slots(num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[int, int]:
     """Maximum number of microbatches that a rank stores at a time -> (for its layers, for the loss)."""
-    table = make_table(schedule, num_ranks, num_microbatches, num_chunks)
+    table = make_table(num_ranks, num_microbatches, num_chunks)
     return table.num_slots, table.num_loss_slots
 
 

@@ -12,9 +12,11 @@ import string
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from megajax.mesh import compat
 from megajax.mesh.config import MeshConfig, make_mesh
@@ -142,12 +144,12 @@ def _bubble(model: Model, num_microbatches: int) -> str:
     stages = model.stages
     if stages is None:
         return "0 (one stage)"
-    table = make_table(stages.schedule, stages.num_ranks, num_microbatches, stages.num_chunks)
+    table = make_table(stages.num_ranks, num_microbatches, stages.num_chunks)
     part = bubble(stages.num_ranks, num_microbatches, stages.num_chunks)
     chunks = f" in {stages.num_chunks} chunks" if stages.num_chunks > 1 else ""
     sizes = sorted({len(stage) for chunk in stages.layers for stage in chunk})
     return (
-        f"{part:.1%} of the step ({stages.schedule}, {stages.num_ranks} stages{chunks} of "
+        f"{part:.1%} of the step (1F1B, {stages.num_ranks} stages{chunks} of "
         f"{' or '.join(map(str, sizes))} layers, {num_microbatches} microbatches, up to {table.num_slots} in flight)"
     )
 
@@ -163,21 +165,19 @@ def devices_without_gpu(count: int, device: Device) -> list:
     return compat.compile_only_devices(count, template.substitute(numbers, name=device.name))
 
 
-def compile_step(program: Program, training: TrainingConfig):
-    """-> (compiled train step, seconds). The mesh has real devices, or those of devices_without_gpu."""
+def compile_step(program: Program[Mesh], training: TrainingConfig) -> tuple[Any, float]:
+    """-> (jax.stages.Compiled of the train step, seconds). The mesh has real devices, or those of
+    devices_without_gpu."""
     start = time.perf_counter()
     mesh = program.mesh
-    model = program.model
-    offload_state = program.optimizer.config.offload_state
-    program = dataclasses.replace(program, compiler_options=compiler_options(model, mesh, offload_state=offload_state))
+    options = compiler_options(program.model, mesh, offload_state=program.optimizer.config.offload_state)
     # Compile-only devices have no host memory: a sharding over them would lose its memory kind.
-    state = dataclasses.replace(program, mesh=mesh.abstract_mesh).abstract_state
-    batch = training.schedule(program.mesh_config)(training.steps)
-    arrays = abstract_batch(program.arrays(training), batch, mesh)
-    step = dataclasses.replace(program, mesh=mesh.abstract_mesh).train_step(training)
-    rate = jax.ShapeDtypeStruct((), jnp.float32)
+    parts = (program.model, program.task, program.optimizer, mesh.abstract_mesh, program.mesh_config, options)
+    abstract = Program(*parts)
+    arrays = abstract_batch(program.arrays(training), training.schedule(program.mesh_config)(training.steps), mesh)
     with jax.set_mesh(mesh):
-        compiled = step.lower(state, arrays, rate).compile()
+        step = abstract.train_step(training)
+        compiled = step.lower(abstract.abstract_state, arrays, jax.ShapeDtypeStruct((), jnp.float32)).compile()
     return compiled, time.perf_counter() - start
 
 
@@ -234,10 +234,11 @@ def _low_precision_rows(model: Model, device: Device) -> list[tuple[str, str]]:
     if not precision.is_low:
         return []
     share = low_share(model, device)
+    peak = device.fp8_peak_flops
     text = (
-        f"{share:.0%} of the matmul FLOPs at {FP8_EFFICIENCY:.0%} of the FP8 peak, "
-        f"{device.fp8_peak_flops / 1e12:.0f} TFLOP/s; MFU counts the {precision.compute} peak"
-        if share
+        f"{share:.0%} of the matmul FLOPs at {FP8_EFFICIENCY:.0%} of the FP8 peak, {peak / 1e12:.0f} TFLOP/s; MFU "
+        f"counts the {precision.compute} peak"
+        if share and peak
         else f"emulated on {device.name}: operands are rounded, matmuls are {precision.compute}, and a step takes "
         "longer than with --precision.recipe=bf16"
     )

@@ -51,7 +51,7 @@ class Found:
     """The best configuration of each mesh that fits, fastest first."""
     num_tried: int
     """Number of configurations: meshes, microbatch sizes and recompute policies."""
-    smallest: Candidate | None
+    smallest: Candidate
     """The configuration that needs least memory."""
     num_indivisible: int
     """Number of meshes whose batch shards do not divide training.global_batch_size."""
@@ -76,7 +76,7 @@ def search(
     for mesh in watch(divisible):
         if fitting := estimator.fitting(config, mesh):
             best.append(min(fitting, key=_preference))
-    if not estimator.num_tried:
+    if estimator.smallest is None:
         why = estimator.refusal or f"no mesh of them divides training.global_batch_size={batch_size}"
         raise ValueError(
             f"--plan=search:{num_devices}: no mesh of {num_devices} GPUs works ({why}); use another number"

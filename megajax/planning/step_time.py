@@ -109,7 +109,7 @@ def _compute_seconds(program: Program, training: TrainingConfig, num_microbatche
     flops = _total_flops(model, length)
     low = flops.matmuls * low_share(model, device)
     work = (flops.matmuls - low) / MATMUL_EFFICIENCY + flops.mixing_causal / ATTENTION_EFFICIENCY
-    if low:
+    if device.fp8_peak_flops:
         work += low / FP8_EFFICIENCY * device.peak_flops / device.fp8_peak_flops
     itemsize = jnp.dtype(model.precision.compute_dtype).itemsize
     read_or_written = tokens * itemsize * _activation_passes(model, length, mesh.pipeline > 1)
@@ -217,10 +217,10 @@ def _traffic(model: Model, mesh: MeshConfig, training: TrainingConfig) -> list[T
     ]
 
 
-def _weight_traffic(model: Model, mesh: MeshConfig, num_microbatches: int, itemsize: int) -> Counter[str]:
+def _weight_traffic(model: Model, mesh: MeshConfig, num_microbatches: int, itemsize: int) -> dict[str, float]:
     """{mesh axis: bytes} of gathering weights and reducing their gradients (precision.gradient_reduce)."""
     sizes = mesh.sizes()
-    sent = Counter({"fsdp": 0.0, "data": 0.0})
+    sent = {"fsdp": 0.0, "data": 0.0, "expert": 0.0}
     for parameter in model.parameters:
         if parameter.is_looked_up:  # its rows are sent, not the table (ops/embedding.py)
             continue

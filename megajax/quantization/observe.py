@@ -114,12 +114,12 @@ def observe(
     def combine(path, one, other):
         return np.maximum(one, other) if path[-1].key == "largest" else one + other
 
-    total = None
+    def seen_in(batch: dict[str, np.ndarray]) -> dict[str, dict[str, np.ndarray]]:
+        return jax.tree.map(lambda a: np.asarray(a, np.float64), program(weights, given, batch))
+
     with jax.set_mesh(mesh):
-        for batch in batches:
-            new = jax.tree.map(lambda a: np.asarray(a, np.float64), program(weights, given, batch))
-            total = new if total is None else jax.tree_util.tree_map_with_path(combine, total, new)
-    return total
+        total, *others = map(seen_in, batches)
+    return functools.reduce(functools.partial(jax.tree_util.tree_map_with_path, combine), others, total)
 
 
 @functools.lru_cache(maxsize=4)

@@ -72,7 +72,7 @@ def _norms(model: Model, records: Mapping[str, Parameter]) -> Iterator[tuple[str
         for kind in dict.fromkeys(layer.kind for layer in layers):
             layer = next(layer for layer in layers if layer.kind == kind)
             for norm, modules in getattr(layer, "norm_readers", {}).items():
-                if getattr(layer.norm, "zero_centered", False):
+                if getattr(getattr(layer, "norm", None), "zero_centered", False):
                     raise ValueError("smooth: zero-centred norms cannot take a factor; leave --smooth out")
                 prefixes = tuple(f"{stack}.{kind}.{module}." for module in modules)
                 yield f"{stack}.{kind}.{norm}", [name for name in records if _reads(name, records[name], prefixes)]

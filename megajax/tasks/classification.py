@@ -1,7 +1,7 @@
 """Classification: the class of each text, or of each of its words."""
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from megajax.data.labelled import Labels, labelled_datasets
 from megajax.data.tokenizers.masking_tokens import masking_tokens
 from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.models.interface import AnyModule, BatchArray, LossOptions, LossTerms, ModelConfig
-from megajax.ops.cross_entropy import class_scores
+from megajax.ops.token_scores import class_scores
 from megajax.tasks.interface import Task, check_source, rate, with_labels
 
 
@@ -22,7 +22,7 @@ class Classification(Task):
     """What the model is trained for. classification: the labels of texts or words in .jsonl or .csv files
     (docs/bert.md)."""
 
-    heads: ClassVar[tuple[str, ...]] = ("classes",)
+    heads = ("classes",)
 
     def check(self, data: DataConfig, model: ModelConfig) -> None:
         super().check(data, model)
@@ -66,8 +66,8 @@ class Classification(Task):
         return LossTerms(total, rates=rates)
 
 
-def _check_classes(model: ModelConfig, labels: Labels) -> None:
-    """Raises ValueError if the model does not have the classes of the data."""
+def _check_classes(model: Any, labels: Labels) -> None:
+    """Raises ValueError if the model does not have the classes of the data. model: of a family with this head."""
     head = "token_classification" if labels.of_words else "sequence_classification"
     if model.head != head:
         raise ValueError(f"model.head={model.head}: the labels in data.text are for --model.head={head}")

@@ -1,7 +1,7 @@
 """Supervised fine-tuning on conversations: predict the answers only."""
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import Literal
 
 import jax
 
@@ -23,7 +23,7 @@ class Conversations(Task):
     """What to do with a conversation longer than a sample: raise an error, skip it or truncate it. One without an
     answer is an error with raise, and skipped otherwise."""
 
-    heads: ClassVar[tuple[str, ...]] = ("next_token",)
+    heads = ("next_token",)
 
     def check(self, data: DataConfig, model: ModelConfig) -> None:
         super().check(data, model)

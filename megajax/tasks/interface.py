@@ -23,19 +23,14 @@ from megajax.fields.kinds import Kinds
 from megajax.models.interface import AnyModule, BatchArray, LossOptions, LossTerms, ModelConfig
 from megajax.models.model import Model
 
-TASKS = Kinds("task", __package__, default="language")
+TASKS = Kinds("task", "megajax.tasks", default="language")
 
 
 class Task:
     """Base of the config of a task: a frozen dataclass with a field `kind: Literal[NAME] = NAME`."""
 
-    kind: str
-    heads: tuple[str, ...]
-    """The heads of the model that the loss reads (ModelConfig.heads)."""
     max_epochs: ClassVar[int | None] = None
     """A run that reads its data more often warns; None: no limit."""
-    text_form: ClassVar[TextForm] = TextForm()
-    """How data.text is tokenized."""
     num_added_ids: ClassVar[int] = 0
     """Special tokens of the task, for a tokenizer that has none of them."""
 
@@ -44,6 +39,15 @@ class Task:
         TASKS.add(cls)
 
     # ------------------------------------------------------------------ what a task defines
+
+    @property
+    def kind(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        """The heads of the model that the loss reads (ModelConfig.heads)."""
+        raise NotImplementedError
 
     def arrays(self, model: ModelConfig, sequence_length: int) -> dict[str, BatchArray]:
         """The arrays of a batch: those that the model reads (ModelConfig.inputs), and those of the loss. Among them is
@@ -61,6 +65,11 @@ class Task:
         raise NotImplementedError
 
     # ------------------------------------------------------------------ what most tasks keep
+
+    @property
+    def text_form(self) -> TextForm:
+        """How data.text is tokenized."""
+        return TextForm()
 
     def check(self, data: DataConfig, model: ModelConfig) -> None:
         """Raises ValueError if the model has not the heads of the task, or the data not what its samples need; opens no

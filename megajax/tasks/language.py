@@ -33,7 +33,7 @@ class Language(Task):
     fim_tokens: tuple[str, str, str] = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
     """Special tokens before the three parts, as spelled in the tokenizer."""
 
-    heads: ClassVar[tuple[str, ...]] = ("next_token",)
+    heads = ("next_token",)
     # Up to four epochs are about as good as new text (Muennighoff et al. 2023, https://arxiv.org/abs/2305.16264).
     max_epochs: ClassVar[int | None] = 4
 
@@ -56,13 +56,13 @@ class Language(Task):
     def _fill_in_the_middle(self, tokenizer: Tokenizer) -> FillInTheMiddle | None:
         if not self.fim_rate:
             return None
-        ids = {name: tokenizer.token_id(name) for name in self.fim_tokens}
-        missing = [name for name, number in ids.items() if number is None]
-        if missing:
+        ids = {name: number for name in self.fim_tokens if (number := tokenizer.token_id(name)) is not None}
+        if missing := [name for name in self.fim_tokens if name not in ids]:
             raise ValueError(
                 f"task.fim_tokens: {', '.join(missing)} are not tokens of {tokenizer.identity}; name tokens of it"
             )
-        return FillInTheMiddle(self.fim_rate, self.fim_spm_rate, *ids.values())
+        prefix, middle, suffix = (ids[name] for name in self.fim_tokens)
+        return FillInTheMiddle(self.fim_rate, self.fim_spm_rate, prefix, middle, suffix)
 
 
 def next_token_loss(module: AnyModule, h: jax.Array, batch: dict, options: LossOptions) -> LossTerms:

@@ -15,7 +15,7 @@ from megajax.data.tokenizers.masking_tokens import SPELLINGS, masking_tokens
 from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.fields.ranges import Range
 from megajax.models.interface import AnyModule, BatchArray, LossOptions, LossTerms, ModelConfig
-from megajax.ops.cross_entropy import class_scores
+from megajax.ops.token_scores import class_scores
 from megajax.tasks.interface import Task, rate, with_labels
 
 MaskProbability = Annotated[float, Range(above=0, below=1)]

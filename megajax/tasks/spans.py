@@ -23,7 +23,7 @@ class Spans(Task):
     mask_probability: MaskProbability = 0.15
     """Fraction of the tokens that are predicted."""
 
-    heads: ClassVar[tuple[str, ...]] = ("target_token",)
+    heads = ("target_token",)
     num_added_ids: ClassVar[int] = NUM_ADDED
 
     def arrays(self, model: ModelConfig, sequence_length: int) -> dict[str, BatchArray]:

@@ -5,7 +5,7 @@
     text: tuple[str, ...] = ()             --text=a --text=b, or --text a b
     batch: tuple[int, ...] = (1, 8)        --batch=1,8
     watch: bool = False                    --watch, --no-watch, --watch=True
-    mesh: MeshConfig = MeshConfig()        --mesh.tensor=2
+    mesh: MeshConfig = MeshConfig()        --mesh.tensor=2; a dataclass in a dataclass has a default
     serving: Annotated[ServingConfig, Part(has_prefix=False)] = ServingConfig()       --max_rows=8
     runs: Annotated[tuple[str, ...], POSITIONAL]                                      what has no name
 
@@ -21,16 +21,19 @@ import logging
 import sys
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar
 
 from megajax.fields.ranges import Range, allows, describe, describe_range, is_union
 from megajax.fields.suggestions import did_you_mean
 from megajax.mesh.config import AXES, MeshConfig
 from megajax.terminal.one_line import print_error, reflowed, shorten_library_errors, terminal_width
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 POSITIONAL = "positional"
 TRUTHS = {"True": True, "False": False, "true": True, "false": False}
-T = TypeVar("T")
+T = TypeVar("T", bound="DataclassInstance")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,10 +66,10 @@ class Option(NamedTuple):
             text += f" Must be {allowed}."
         if self.is_required:
             return f"{text} (required)"
-        if isinstance(self.default, bool) or self.default in (None, "", ()):
+        if self.default in (None, "", ()):
             return text
         default = ",".join(map(str, self.default)) if isinstance(self.default, tuple) else self.default
-        return f"{text} ({default})"
+        return f"{text} (default: {default})"
 
     @property
     def kinds(self) -> tuple[Any, ...]:
@@ -154,23 +157,35 @@ def values_of(chosen: Any) -> dict[str, Any]:
     return {option.name: functools.reduce(getattr, option.path, chosen) for option in options(type(chosen))}
 
 
-def options(kind: type, prefix: str = "", path: tuple[str, ...] = (), only: Sequence[str] = ()) -> Iterator[Option]:
-    """Those of a dataclass, and of the dataclasses in it."""
+def options(chosen: Any, prefix: str = "", path: tuple[str, ...] = (), only: Sequence[str] = ()) -> Iterator[Option]:
+    """Those of a dataclass, and of the dataclasses in it. chosen: the class; or an instance, whose values are then the
+    defaults."""
+    kind = chosen if isinstance(chosen, type) else type(chosen)
     hints = typing.get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         if only and field.name not in only:
             continue
         hint = hints[field.name]
         name = prefix + field.name.rstrip("_")
-        if dataclasses.is_dataclass(plain := _plain(hint)):
+        default = field.default
+        if chosen is not kind:
+            default = getattr(chosen, field.name)
+        elif field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if dataclasses.is_dataclass(default):
             part = _part(hint)
-            yield from options(plain, f"{name}." if part.has_prefix else prefix, (*path, field.name), part.only)
+            yield from options(default, f"{name}." if part.has_prefix else prefix, (*path, field.name), part.only)
         else:
-            default = field.default
-            if field.default_factory is not dataclasses.MISSING:
-                default = field.default_factory()
             is_positional = POSITIONAL in getattr(hint, "__metadata__", ())
             yield Option(name, hint, default, kind, (*path, field.name), is_positional)
+
+
+def print_help(program: str, about: str, command: type, config: Any) -> None:
+    """Of a command whose other arguments override fields of a config: each with its value."""
+    parser = _Parser(program, about)
+    _add(parser, options(command))
+    _add(parser, options(config), has_flags=False)
+    parser.print_help()
 
 
 @functools.cache
@@ -214,14 +229,15 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; see {self.prog} --help")
 
 
-def _add(parser: argparse.ArgumentParser, known: Iterable[Option]) -> None:
+def _add(parser: argparse.ArgumentParser, known: Iterable[Option], has_flags: bool = True) -> None:
+    """has_flags: --watch is enough for a boolean."""
     groups: dict[str, argparse._ActionsContainer] = {"": parser}
     for option in known:
         group = ".".join(option.path[:-1])
         if group not in groups:
             groups[group] = parser.add_argument_group(group)
         settings: dict[str, Any] = {"help": option.help.replace("%", "%%")}
-        if option.kinds == (bool,):
+        if option.kinds == (bool,) and has_flags:
             settings["action"] = argparse.BooleanOptionalAction
         else:
             settings["metavar"] = _metavar(option)
@@ -240,7 +256,7 @@ def _metavar(option: Option) -> str:
         return "{" + ",".join(map(str, typing.get_args(kind))) + "}"
     if option.is_list:
         return "TEXT" if _plain(typing.get_args(kind)[0]) is str else "N,N"
-    return {int: "N", float: "X"}.get(kind, "TEXT")
+    return {int: "N", float: "X", bool: "{True,False}"}.get(kind, "TEXT")
 
 
 def _given(arguments: Sequence[str] | None) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from megajax.data.loader import BatchSource
 from megajax.mesh.sharding import axes_of, batch_spec
@@ -17,7 +17,9 @@ from megajax.training.config import TrainingConfig
 from megajax.training.program import Program
 
 
-def abstract_batch(arrays: dict[str, BatchArray], batch: Batch, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_batch(
+    arrays: dict[str, BatchArray], batch: Batch, mesh: Mesh | AbstractMesh
+) -> dict[str, jax.ShapeDtypeStruct]:
     """The arrays of a step, [microbatches, batch, ...] with their shardings. arrays: see Task.arrays."""
 
     def array(spec: BatchArray) -> jax.ShapeDtypeStruct:
@@ -33,7 +35,7 @@ class BatchPlacer:
     """Transfers batches to the mesh with the shardings of `abstract_batch`. If `context` splits the sequences, permutes
     their tokens as attention requires (parallel/context.py)."""
 
-    def __init__(self, program: Program, training: TrainingConfig):
+    def __init__(self, program: Program[Mesh], training: TrainingConfig):
         self._program = program
         self._mesh = program.mesh
         self.arrays = program.arrays(training)
@@ -47,8 +49,9 @@ class BatchPlacer:
         """Microbatch size -> rows of a microbatch that the devices of this process hold, ascending. The function holds
         no device objects, so that it can be pickled for data workers."""
         num_parts = math.prod(self._mesh.shape[axis] for axis in axes_of(batch_spec()[1]))
-        slices = NamedSharding(self._mesh, batch_spec(())).addressable_devices_indices_map((1, num_parts)).values()
-        parts = np.unique(np.concatenate([np.arange(num_parts)[rows] for _, rows in slices]))
+        slices = NamedSharding(self._mesh, batch_spec(())).devices_indices_map((1, num_parts)).items()
+        own = [rows for device, (_, rows) in slices if device.process_index == jax.process_index()]
+        parts = np.unique(np.concatenate([np.arange(num_parts)[rows] for rows in own]))
         return functools.partial(_rows_of, parts, num_parts)
 
     def place(self, batch: Batch, local: dict[str, np.ndarray]) -> dict[str, jax.Array]:

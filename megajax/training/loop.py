@@ -15,8 +15,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from megajax.checkpoint.checkpointer import Checkpointer
+from megajax.checkpoint.layout import recorded
 from megajax.data.config import DataConfig
 from megajax.data.datasets import Datasets
 from megajax.data.loader import BatchSource, IndexedSource
@@ -62,7 +64,7 @@ class Trainer:
 
     config: TrainingConfig
     launch: LaunchConfig
-    program: Program
+    program: Program[Mesh]
     datasets: Datasets
     data_config: DataConfig
     checkpointer: Checkpointer
@@ -70,8 +72,8 @@ class Trainer:
     """Loads the weights of a new run; None: they are initialised."""
     output: Output
     watchdog: Watchdog
-    lock: RunLock | None
-    """Of the run directory; None: nothing is written there."""
+    lock: RunLock
+    """Of the run directory."""
     carried: Carried = dataclasses.field(default=Carried(), init=False)
     """As of the restored checkpoint."""
     made_at: float = dataclasses.field(default_factory=time.perf_counter, init=False)
@@ -123,7 +125,7 @@ class Trainer:
             compute_dtype=self.program.model.precision.compute,
             num_devices=self.program.mesh.size,
             max_consecutive_skips=config.max_consecutive_skips,
-            carried=self._carried_until_now(),
+            carried_before=self._carried_until_now(),
             console=console,
             writer=self.output.writer,
             lowest_loss_scale=self.program.optimizer.config.loss_scale_rule.lowest,
@@ -248,7 +250,7 @@ class Trainer:
         latest, weights, optimizer, meta = found
         if latest < self.config.steps:
             self.output.console.note(f"resuming from step {latest} of {self.config.steps}")
-        self._check_samples(latest, meta)
+        self.check_samples(latest, meta)
         running = max(self.output.running_seconds, meta["running_seconds"])
         self.carried = Carried(meta["productive_seconds"], running, tuple(meta["losses"]))
         self.source.restore(meta["source"])
@@ -261,7 +263,7 @@ class Trainer:
             weights = self.starting_weights() if self.starting_weights else None
             return self.program.first_state(self.config.seed, weights)
 
-    def _check_samples(self, step: int, meta: dict[str, Any]) -> None:
+    def check_samples(self, step: int, meta: dict[str, Any]) -> None:
         """Raises ValueError if samples would be skipped or read twice, as after a change of the batch size."""
         expected = self.config.schedule(self.program.mesh_config).num_samples(step)
         read = meta["consumed_samples"]
@@ -287,8 +289,8 @@ class Trainer:
         except ValueError as error:
             raise CannotGoOn(f"step {int(state.step)}: {error}") from None
         step = int(state.step)
-        meta = self.output.meta | {
-            "layer_rows": {kind: rows.tolist() for kind, rows in self.program.model.layer_rows.items()},
+        meta = self.output.meta | recorded(self.program.model.layer_rows)
+        meta |= {
             "skipped": int(state.skipped),
             "consumed_samples": schedule.num_samples(step),
             "productive_seconds": carried.productive_seconds,

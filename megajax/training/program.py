@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +19,15 @@ from megajax.training.config import TrainingConfig
 from megajax.training.state import TrainState, abstract_state, first_loss_scale, new_state, state_shardings
 from megajax.training.step import jit_train_step
 
+AnyMesh = TypeVar("AnyMesh", bound=Mesh | AbstractMesh)
+
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class Program(Generic[AnyMesh]):
     model: Model
     task: Task
     optimizer: Optimizer
-    mesh: Mesh | AbstractMesh
+    mesh: AnyMesh
     """Abstract for a plan, which needs no devices."""
     mesh_config: MeshConfig
     """Config of that mesh, without -1."""
@@ -43,7 +44,7 @@ class Program:
         """Shapes, dtypes and shardings."""
         return with_shardings(abstract_state(self.model, self.optimizer), self.shardings)
 
-    def first_state(self, seed: int, weights: dict | None = None) -> TrainState:
+    def first_state(self: "Program[Mesh]", seed: int, weights: dict | None = None) -> TrainState:
         """The state before the first step, with these weights, already sharded, or newly initialised ones."""
         weights = self.model.init(seed, self.mesh) if weights is None else weights
         return new_state(self.model, self.optimizer, weights, self.mesh, self.shardings)
@@ -69,7 +70,7 @@ class Program:
         """The arrays of a batch, of the model and of the task."""
         return self.task.arrays(self.model.config, training.sequence_length)
 
-    def train_step(self, training: TrainingConfig) -> Callable:
+    def train_step(self, training: TrainingConfig) -> jax.stages.Wrapped:
         """Jitted function for the current mesh: (state, batch, learning rate) -> (state, metrics). The same one for the
         same `training`, so that it is compiled once."""
         if training not in self._train_steps:
@@ -78,5 +79,5 @@ class Program:
         return self._train_steps[training]
 
     @functools.cached_property
-    def _train_steps(self) -> dict[TrainingConfig, Callable]:
+    def _train_steps(self) -> dict[TrainingConfig, jax.stages.Wrapped]:
         return {}

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +96,7 @@ def _replay(trainer: Trainer, step: int, changed: list[str]) -> None:
     # fused here; the arithmetic is the same.
     loop = dataclasses.replace(model.execution, scan_layers=True, recompute="full", recompute_every=1, offload=())
     looped = Model(model.config, model.precision, loop, trained=config.trained, frozen=config.frozen)
-    function = make_train_step(looped, program.task, _WithGradients(program.optimizer), config)
+    function = make_train_step(looped, program.task, WithGradients(program.optimizer.config, model.trained), config)
     (_, metrics), origins = find_origins(function, _copy(kept, shardings), batch, rate(step - 1))
     for line in describe(origins, model.num_layers, ok=bool(np.isfinite([loss, grad_norm]).all())):
         note(line)
@@ -103,15 +104,11 @@ def _replay(trainer: Trainer, step: int, changed: list[str]) -> None:
         note(line)
 
 
-class _WithGradients:
-    """An optimizer that adds the gradients to its metrics, and whose update is a single operation of the search."""
+class WithGradients(Optimizer):
+    """Adds the gradients to the metrics of an update, which is a single operation of the search."""
 
-    def __init__(self, optimizer: Optimizer):
-        self.config = optimizer.config
-        self._update = jax.jit(optimizer.update)
-
-    def update(self, grads, *arguments, **others):
-        params, state, metrics = self._update(grads, *arguments, **others)
+    def update(self, grads, *arguments: Any, **others: Any):
+        params, state, metrics = jax.jit(super().update)(grads, *arguments, **others)
         return params, state, metrics | {"gradients": grads}
 
 

@@ -1,10 +1,10 @@
 """The state of a run: what a step updates and a checkpoint stores, with the sharding of every leaf."""
 
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.models.model import Model
@@ -13,11 +13,15 @@ from megajax.optim.loss_scale import LossScale
 from megajax.optim.optimizer import Optimizer
 from megajax.parameters import merge
 
+Leaf = TypeVar("Leaf")
 
-class TrainState(NamedTuple):
-    step: jax.Array
+
+class TrainState(NamedTuple, Generic[Leaf]):
+    """Of arrays, or of their shapes, or of their shardings."""
+
+    step: Leaf
     """int32: steps done."""
-    skipped: jax.Array
+    skipped: Leaf
     """int32: steps whose update was skipped."""
     params: Any
     """Trained weights: matrices and embeddings in precision.params, others float32."""
@@ -27,7 +31,7 @@ class TrainState(NamedTuple):
     """Variables that the step updates without a gradient."""
     optimizer: Any
     """Optimizer state, for `params` only."""
-    loss_scale: LossScale | None = None
+    loss_scale: LossScale[Leaf] | None = None
     """For precision.recipe=fp16."""
 
     @property
@@ -36,7 +40,9 @@ class TrainState(NamedTuple):
         return merge(self.params, self.frozen, self.variables)
 
 
-def state_shardings(model: Model, optimizer: Optimizer, mesh: Mesh, shard_over_data: bool) -> TrainState:
+def state_shardings(
+    model: Model, optimizer: Optimizer, mesh: Mesh | AbstractMesh, shard_over_data: bool
+) -> TrainState[NamedSharding]:
     replicated = NamedSharding(mesh, P())
     weights = model.split(model.shardings(mesh))
     abstract = model.split(model.abstract_weights).params
@@ -45,7 +51,7 @@ def state_shardings(model: Model, optimizer: Optimizer, mesh: Mesh, shard_over_d
     return TrainState(replicated, replicated, *weights, state, loss_scale)
 
 
-def abstract_state(model: Model, optimizer: Optimizer) -> TrainState:
+def abstract_state(model: Model, optimizer: Optimizer) -> TrainState[jax.ShapeDtypeStruct]:
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     weights = model.split(model.abstract_weights)
     state = jax.eval_shape(optimizer.init, weights.params)

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.layout import recorded
 from megajax.checkpoint.steps import find_step
 from megajax.config import Config
 from megajax.mesh.config import MeshConfig, make_mesh
@@ -57,7 +58,7 @@ def _read(checkpointer: Checkpointer, step: int, model: Model, dtype: str | None
     abstract = model.abstract_weights if dtype is None else model.cast_weights(jnp.dtype(dtype))
     target = jax.tree.map(lambda a, record: _spread(a, record, mesh), abstract, model.records)
     weights = checkpointer.restore_params(step, target, model.layer_rows)
-    return weights, meta | {"layer_rows": {stack: numbers.tolist() for stack, numbers in model.layer_rows.items()}}
+    return weights, meta | recorded(model.layer_rows)
 
 
 def _merged(model: Model, weights: dict, dtype: str | None) -> dict:

@@ -81,15 +81,16 @@ class ParameterReader:
         for row, expert in zip(out, experts, strict=True):
             self._fill(row, name, (*at, expert), index[1:])
 
+    def array(self, name: str, dtype: np.dtype) -> PiecewiseArray:
+        """One of our parameters, with the layers in order."""
+        numbers = self.map.layers_of(name)
+        return PiecewiseArray(self.map.shapes[name], dtype, lambda index: self.read(name, numbers, index, dtype))
+
     def piecewise(self, model: Model, dtypes: Mapping[str, np.dtype]) -> dict:
-        """Nested dict of all parameters, with the layers in order. dtypes: by name."""
-
-        def array_of(path, leaf) -> PiecewiseArray:
-            name = name_of(path)
-            numbers = self.map.layers_of(name)
-            return PiecewiseArray(leaf.shape, dtypes[name], lambda index: self.read(name, numbers, index, dtypes[name]))
-
-        return jax.tree_util.tree_map_with_path(array_of, model.abstract_weights)
+        """Nested dict of all parameters. dtypes: by name."""
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: self.array(name_of(path), dtypes[name_of(path)]), model.abstract_weights
+        )
 
 
 def check_finite(name: str, array: np.ndarray) -> None:

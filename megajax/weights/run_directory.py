@@ -5,21 +5,21 @@ import dataclasses
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress
 
 from megajax.checkpoint import piecewise
+from megajax.checkpoint.layout import recorded
 from megajax.checkpoint.piecewise import Index, PiecewiseArray
 from megajax.config import Config
 from megajax.data.tokenizers.load import BESIDE_TOKENIZER, save_tokenizer
 from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.models.model import Model
+from megajax.terminal.progress import progress_bar
 
 
 @contextlib.contextmanager
@@ -49,7 +49,7 @@ def write_imported(
     meta = {
         "step": step,
         "config": dataclasses.asdict(config),
-        "layer_rows": {stack: rows.tolist() for stack, rows in Model(config.model).layer_rows.items()},
+        **recorded(Model(config.model).layer_rows),
         "tokenizer": tokenizer.identity,
         "eod_id": tokenizer.eod_id,
     }
@@ -79,16 +79,3 @@ def copy_tokenizer(run_dir: Path, new: Path) -> None:
     for file in (*run_dir.glob("tokenizer*"), *(run_dir / name for name in BESIDE_TOKENIZER)):
         if file.is_file():
             shutil.copyfile(file, new / file.name)
-
-
-@contextlib.contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """advance(bytes that are done, bytes in all), shown as a bar on a terminal."""
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(what, total=None)
-
-        def advance(done: int, total: int) -> None:
-            progress.update(task, advance=done, total=total)
-
-        yield advance

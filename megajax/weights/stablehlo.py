@@ -26,6 +26,7 @@ from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.steps import find_step
 from megajax.config import Config
 from megajax.data.tokenizers.load import load_saved_tokenizer
+from megajax.layers.attention.kv_cache import Places, PoolSizes
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.models.model import Model
 from megajax.parameters import name_of
@@ -117,18 +118,34 @@ def programs(model: Model, vocab_size: int, batch_size: int, max_length: int) ->
     def logits(module: Any, x_B1D: jax.Array) -> jax.Array:
         return module.logits(x_B1D)[:, 0, :vocab_size]
 
+    # One page for each row.
+    sizes = PoolSizes(batch_size, max_length, batch_size, model.precision.compute_dtype)
+    numbers_B = jnp.arange(batch_size, dtype=jnp.int32)
+
     def prefill(params, tokens_BS, lengths_B):
-        positions_BS = jnp.broadcast_to(jnp.arange(max_length, dtype=jnp.int32), tokens_BS.shape)
-        places_BS = jnp.where(positions_BS < lengths_B[:, None], positions_BS, max_length)
-        caches = _at(model.config.new_caches(max_length, model.execution), places_BS)
-        batch = {"tokens": tokens_BS, "positions": positions_BS}
-        x_BSD, caches = module(params).extend(batch, caches)
-        last_B1D = jnp.take_along_axis(x_BSD, (lengths_B - 1)[:, None, None], 1)
-        return logits(module(params), last_B1D), caches
+        positions_1S = jnp.arange(max_length, dtype=jnp.int32)[None]
+
+        def read_row(caches, row):
+            number, tokens_S, length = row
+            is_token_1S = positions_1S < length
+            slots_1S = jnp.where(is_token_1S, number * max_length + positions_1S, batch_size * max_length)
+            rows_1S = jnp.where(is_token_1S, number, batch_size)
+            upper_1S = jnp.where(is_token_1S, positions_1S + 1, 0)
+            places = Places(slots_1S, positions_1S, rows_1S, number[None, None], jnp.zeros_like(upper_1S), upper_1S)
+            batch = {"tokens": tokens_S[None], "positions": positions_1S}
+            x_1SD, caches = module(params).extend(batch, _at(caches, places))
+            return caches, x_1SD[0, length - 1]
+
+        caches = model.config.new_pages(sizes, model.execution)
+        caches, last_BD = jax.lax.scan(read_row, caches, (numbers_B, tokens_BS, lengths_B))
+        return logits(module(params), last_BD[:, None]), caches
 
     def decode(params, caches, tokens_B, positions_B):
-        batch = {"tokens": tokens_B[:, None], "positions": positions_B[:, None]}
-        x_B1D, caches = module(params).extend(batch, _at(caches, batch["positions"]))
+        slots_B = numbers_B * max_length + positions_B
+        slots, positions, rows = (a[:, None] for a in (slots_B, positions_B, numbers_B))
+        places = Places(slots, positions, rows, rows, None, positions + 1)
+        batch = {"tokens": tokens_B[:, None], "positions": positions}
+        x_B1D, caches = module(params).extend(batch, _at(caches, places))
         return logits(module(params), x_B1D), caches
 
     rows = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
@@ -156,7 +173,7 @@ def _host_mesh() -> Mesh:
     return make_mesh(MeshConfig(), jax.local_devices(backend="cpu")[:1])
 
 
-def _at(caches: dict, places) -> dict:
+def _at(caches: dict, places: Places) -> dict:
     return {name: tuple(cache.at(places) for cache in of_stack) for name, of_stack in caches.items()}
 
 

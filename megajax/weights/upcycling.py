@@ -40,14 +40,17 @@ def upcycled(source: WeightSource, config: Config) -> WeightSource:
         return source
     if ours.moe.num_experts is None or dense.moe.num_experts is not None:
         return source
-    return _Upcycled(source, dense, config, ours.moe, ours.moe.num_experts)
+    return _Upcycled(source, dense, config, ours, ours.moe.num_experts)
 
 
 class _Upcycled:
     """The source that a dense one becomes."""
 
-    def __init__(self, source: WeightSource, dense: DecoderConfig, config: Config, moe: MoeConfig, num_experts: int):
-        """dense: the model of the source. config: of the run, with these experts."""
+    def __init__(
+        self, source: WeightSource, dense: DecoderConfig, config: Config, ours: DecoderConfig, num_experts: int
+    ):
+        """dense: the model of the source. config: of the run, with a model of so many experts."""
+        moe = ours.moe
         self._dense = source
         self._run = config
         self._num_experts = num_experts
@@ -56,7 +59,7 @@ class _Upcycled:
         _check(dense, moe, width, num_experts)
         self._scale = _scale(moe, self._granularity, num_experts)
         whole = dataclasses.replace(moe, expert_dim=width)
-        model = dataclasses.replace(dense, moe=whole, pattern=config.model.pattern)
+        model = dataclasses.replace(dense, moe=whole, pattern=ours.pattern)
         self.config = dataclasses.replace(source.config, model=model)
         self._widths = (width, dense.width_of_mlp)
 

@@ -150,7 +150,8 @@ class Load:
         gmem = self.gmem
         plan = self.plan
         rows = number * BLOCK, jnp.minimum(number * BLOCK + BLOCK, plan.length) - 1
-        return range_of_keys(*(ref[b, row] for ref in (gmem.lower, gmem.upper) for row in rows), plan.block_k)
+        low, high_low, low_high, high = (ref[b, row] for ref in (gmem.lower, gmem.upper) for row in rows)
+        return range_of_keys(low, high_low, low_high, high, plan.block_k)
 
     def tile_of_queries(self, slot, passed, now):
         """Loads queries and their bounds, then keys and values."""

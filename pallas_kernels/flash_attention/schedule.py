@@ -31,8 +31,9 @@ def _count(_, counter_ref, before_ref):
         add = "atom.relaxed.gpu.global.add.u32 $0, [$1], 1;"
         integer = ir.IntegerType.get_signless(32)
         pointer = utils.memref_ptr(counter_ref)
-        before = llvm.inline_asm(integer, [pointer], add, "=r,l", has_side_effects=True)
-        memref.store(before, before_ref, [mgpu.c(0, ir.IndexType.get())])
+        before: Any = llvm.inline_asm(integer, [pointer], add, "=r,l", has_side_effects=True)
+        zero: Any = mgpu.c(0, ir.IndexType.get())
+        memref.store(before, before_ref, [zero])
     mgpu.warpgroup_barrier()
 
 
@@ -73,7 +74,7 @@ class Schedule:
         free = plgpu.Barrier(num_arrivals=2, num_barriers=self.slots)
         return *numbers, ready, free
 
-    def _tile(self, index, ranges):
+    def tile(self, index, ranges):
         """-> the fields of tile_smem."""
         index = jnp.minimum(index, self.count - 1)
         inside = self.batch if self.head_by_head else self.heads
@@ -109,11 +110,11 @@ class Schedule:
             turn, passed, index, tile = carry
             load(write(turn, enumerate((*tile, 0))), passed, tile)
             index = take(index)
-            return turn + 1, passed + tile[LAST] - tile[FIRST], index, self._tile(index, ranges)
+            return turn + 1, passed + tile[LAST] - tile[FIRST], index, self.tile(index, ranges)
 
         first = take(lax.axis_index("block") - self.blocks)
         zero = jnp.int32(0)
-        turn, *_ = lax.while_loop(lambda c: c[2] < self.count, one_tile, (zero, zero, first, self._tile(first, ranges)))
+        turn, *_ = lax.while_loop(lambda c: c[2] < self.count, one_tile, (zero, zero, first, self.tile(first, ranges)))
         write(turn, [(SEQUENCE, -1)])
 
     def compute(self, refs, compute, carry):

@@ -37,7 +37,7 @@ with Checkpointer(sys.argv[1], CheckpointConfig(keep=0)) as checkpointer:
     resource.setrlimit(resource.RLIMIT_FSIZE, usual)
     save(3)
     checkpointer.wait()
-    print("seen", seen, "failed", checkpointer.failed_saves, "steps", sorted(checkpointer._manager.all_steps()))
+    print("seen", seen, "failed", checkpointer.failed_saves, "steps", checkpointer.steps())
     num_read = lambda: int(open("/proc/self/io").read().split()[1])  # rchar: bytes, from wherever they come
     before, like = num_read(), jax.ShapeDtypeStruct(tree["w"].shape, "float32", sharding=tree["w"].sharding)
     checkpointer.restore(3, {"w": like}, {"m": like}, {})

@@ -85,7 +85,7 @@ def test_a_dataset_shorter_than_its_share_is_refused():
 
 def test_weights_that_are_not_positive_are_refused():
     for weights in ([1.0, 0.0], [1.0, -1.0], [1.0, float("nan")]):
-        with pytest.raises(ValueError, match="data.weights"):
+        with pytest.raises(ValueError, match="data.paths"):
             normalize_weights(weights)
 
 

@@ -14,14 +14,14 @@ def write(folder, **files):
         (folder / f"{name}.json").write_text(json.dumps({"blend": blend}))
 
 
-def parts(paths, weights=(), folder=None):
-    found = shares(read_blend(paths, weights), lambda path: TOKENS[path.rpartition("/")[2]])
+def parts(paths):
+    found = shares(read_blend(paths), lambda path: TOKENS[path.rpartition("/")[2]])
     return {path.rpartition("/")[2]: pytest.approx(share) for path, share in found.items()}
 
 
 def test_paths_count_by_weight_or_by_tokens():
     assert parts(["a", "b"]) == {"a": 0.25, "b": 0.75}
-    assert parts(["a", "b"], [3, 1]) == {"a": 0.75, "b": 0.25}
+    assert parts(["3", "a", "1", "b"]) == {"a": 0.75, "b": 0.25}
 
 
 def test_nested_weights_multiply_and_paths_are_relative_to_their_file(tmp_path):

@@ -31,8 +31,8 @@ def build_datasets(config, task=Language(), first_sample=int, **sizes):
 
 @pytest.fixture
 def config(tmp_path) -> DataConfig:
-    paths = (str(DATA / "a"), str(DATA / "b"))
-    return DataConfig("indexed", paths, (0.7, 0.3), split=(90, 10, 0), tokenizer="null:1000", cache_dir=str(tmp_path))
+    paths = ("0.7", str(DATA / "a"), "0.3", str(DATA / "b"))
+    return DataConfig("indexed", paths, split=(90, 10, 0), tokenizer="null:1000", cache_dir=str(tmp_path))
 
 
 @pytest.fixture
@@ -98,9 +98,7 @@ def test_worker_processes_read_the_same_stream_also_when_resumed_with_another_nu
 
 
 @pytest.mark.parametrize("start_step", [1, 4, STEPS])
-@pytest.mark.parametrize("num_threads", [0, 2])
-def test_resuming_at_a_step_continues_the_same_sequence(dataset, config, start_step, num_threads):
-    config = dataclasses.replace(config, num_threads=num_threads)
+def test_resuming_at_a_step_continues_the_same_sequence(dataset, config, start_step):
     want = batches(dataset, config, everything)[start_step:]
     got = batches(dataset, config, everything, start_step)
     assert len(got) == len(want)
@@ -127,7 +125,7 @@ def test_a_dataset_too_short_for_the_run_is_refused_before_the_first_step(datase
 
 
 def test_blend_without_weights_goes_by_tokens_and_splits_do_not_overlap(config):
-    config = dataclasses.replace(config, weights=())
+    config = dataclasses.replace(config, paths=config.paths[1::2])
     data = build_datasets(config, sequence_length=16, seed=7, num_train_samples=300, num_eval_samples=20)
     counts = np.bincount(data.train.dataset_index)
     tokens = [part.tokens_per_epoch for part in data.train.datasets]
@@ -141,7 +139,7 @@ def test_blend_without_weights_goes_by_tokens_and_splits_do_not_overlap(config):
 
 
 def test_evaluation_paths_leave_all_of_paths_for_training(config):
-    config = dataclasses.replace(config, paths=config.paths[:1], weights=(), eval_paths=(str(DATA / "c"),))
+    config = dataclasses.replace(config, paths=config.paths[1:2], eval_paths=(str(DATA / "c"),))
     data = build_datasets(config, sequence_length=16, seed=7, num_train_samples=10, num_eval_samples=5)
     assert data.train_tokens_per_epoch == 1893
     assert set(data.train.document_index) == set(range(37))
@@ -182,9 +180,10 @@ def test_a_blend_may_change_at_a_step_and_goes_on_in_each_dataset(config, late):
 
 
 def test_a_blend_file_is_the_blend_it_names(config, tmp_path):
-    entries = [{"path": path, "weight": weight} for path, weight in zip(config.paths, config.weights, strict=True)]
+    pairs = zip(config.paths[1::2], config.paths[::2], strict=True)
+    entries = [{"path": path, "weight": float(weight)} for path, weight in pairs]
     (tmp_path / "blend.json").write_text(json.dumps({"blend": entries}))
-    from_file = dataclasses.replace(config, paths=(str(tmp_path / "blend.json"),), weights=())
+    from_file = dataclasses.replace(config, paths=(str(tmp_path / "blend.json"),))
     sizes = dict(sequence_length=16, seed=7, num_train_samples=60, num_eval_samples=4)
     one, other = (build_datasets(c, **sizes) for c in (config, from_file))
     for a, b in ((one.train, other.train), (one.eval, other.eval)):
@@ -193,7 +192,7 @@ def test_a_blend_file_is_the_blend_it_names(config, tmp_path):
 
 
 def test_fill_in_the_middle_is_for_training_alone(config):
-    config = dataclasses.replace(config, weights=())
+    config = dataclasses.replace(config, paths=config.paths[1::2])
     task = Language(fim_rate=1.0, fim_tokens=("997", "998", "999"))
     sizes = dict(sequence_length=16, seed=7, num_train_samples=20, num_eval_samples=4)
     marks = lambda dataset: sum(np.isin(dataset[i]["tokens"], (997, 998, 999)).sum() for i in range(4))
@@ -210,8 +209,8 @@ def test_conversations_are_blended_split_and_read_like_documents(config, tmp_pat
         with IndexedDatasetWriter(tmp_path / name, np.uint16) as writer:
             for d in range(count):
                 writer.add_document([np.arange(1 + d % 3), np.full(2 + d % 4, 500 + d), np.arange(2), np.full(1, 900)])
-    paths = (str(tmp_path / "x"), str(tmp_path / "y"))
-    chat = dataclasses.replace(config, paths=paths, weights=(1.0, 1.0), split=(80, 20, 0))
+    paths = ("1", str(tmp_path / "x"), "1", str(tmp_path / "y"))
+    chat = dataclasses.replace(config, paths=paths, split=(80, 20, 0))
     data = build_datasets(chat, Conversations(), sequence_length=16, seed=7, num_train_samples=30, num_eval_samples=4)
     assert [len(part.indexed.document_indices) - 1 for part in data.train.datasets] == [40, 20]
     assert [set(part.document_index) for part in data.train.datasets] == [set(range(32)), set(range(16))]
@@ -225,7 +224,7 @@ def test_conversations_are_blended_split_and_read_like_documents(config, tmp_pat
 
 
 def test_evaluation_has_a_blend_of_its_own(config):
-    config = dataclasses.replace(config, eval_paths=(str(DATA / "c"), str(DATA / "b")), eval_weights=(3.0, 1.0))
+    config = dataclasses.replace(config, eval_paths=("3", str(DATA / "c"), "1", str(DATA / "b")))
     data = build_datasets(config, sequence_length=16, seed=7, num_train_samples=10, num_eval_samples=20)
     assert np.bincount(data.eval.dataset_index).tolist() == [15, 5]
 
@@ -244,15 +243,15 @@ def test_a_run_goes_on_with_its_own_data_only(config, late, caplog):
         found = build_datasets(changed, task, **sizes, first_sample=lambda step: step).record
         return json.loads(json.dumps(found))
 
-    check_same_data(record(), record(num_threads=1), "data.json")
+    check_same_data(record(), record(), "data.json")
     assert not caplog.records
     check_same_data(record(), record(num_train_samples=61), "data.json")
     assert "planned for 60 samples and now has 61" in caplog.text
     for changes, named in [
-        (dict(weights=(0.6, 0.4)), "data.weights: "),
-        (dict(paths=(config.paths[0], str(DATA / "c"))), f"{DATA / 'c'}, in place of {DATA / 'b'}, has "),
+        (dict(paths=("0.6", config.paths[1], "0.4", config.paths[3])), "data.paths: "),
+        (dict(paths=(*config.paths[:3], str(DATA / "c"))), f"{DATA / 'c'}, in place of {DATA / 'b'}, has "),
         (
-            dict(paths=(config.paths[1], str(DATA / "c"), config.paths[0]), weights=(0.4, 0.3, 0.3)),
+            dict(paths=("0.4", config.paths[3], "0.3", str(DATA / "c"), "0.3", config.paths[1])),
             "data.paths, 2 -> 3 files: ",
         ),
         (dict(split=(80, 20, 0)), "data.split: "),
@@ -362,7 +361,8 @@ A = str(DATA / "a")
         (dict(source="text", tokenizer="bytes"), "needs --data.text"),
         (dict(source="indexed", paths=("none",)), "none.bin does not exist"),
         (dict(source="indexed", paths=(A,), eval_paths=("none",)), "data.eval_paths: file none.bin"),
-        (dict(source="indexed", paths=(A,), weights=(1.0, 2.0)), "data.weights has 2 entries and data.paths has 1"),
+        (dict(source="indexed", paths=("1", A, "2")), "write a number above 0 before each path"),
+        (dict(source="indexed", paths=("0", A)), "write a number above 0 before each path"),
         (dict(source="text", text=("stdlib",)), "cannot read text"),
         (dict(source="indexed", paths=(A,), tokenizer="sentencepiece:99"), "needs --data.source=text"),
         (dict(paths=(A,)), "data.paths=.* is not read with data.source=mock; use --data.source=indexed"),
@@ -370,11 +370,6 @@ A = str(DATA / "a")
         (dict(tokenizer="none.model"), "the file does not exist"),
         (dict(tokenizer="gpt2"), "data.tokenizer=gpt2 is not known"),
         (dict(split=(0, 1, 0)), "data.split"),
-        (dict(eval_weights=(1.0,)), "data.eval_weights=.* is not read with data.source=mock"),
-        (
-            dict(source="indexed", paths=(A,), eval_weights=(1.0,)),
-            "data.eval_weights has 1 entries and data.eval_paths has 0",
-        ),
         (dict(source="indexed", paths=(A,), blend_changes=("late.json",)), "write STEP:FILE.json"),
         (dict(source="indexed", paths=(A,), blend_changes=("9:a.json", "9:b.json")), "the steps must ascend"),
         (dict(source="indexed", paths=(A,), blend_changes=("9:gone.json",)), "gone.json cannot be read"),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megajax.checkpoint.checkpointer import Checkpointer
+from megajax.checkpoint.layout import recorded
 from megajax.config import Config
 from megajax.evaluation.text_model import TextModel
 from megajax.mesh.config import MeshConfig, make_mesh
@@ -49,7 +50,7 @@ def run_dir(tmp_path_factory):
     with Checkpointer(run_dir, config.checkpoint) as checkpointer:
         for step in (1, 2):
             params = jax.device_put(random_weights(model, step), shardings)
-            checkpointer.save(step, params, {"count": jnp.int32(0)}, {})
+            checkpointer.save(step, params, {"count": jnp.int32(0)}, recorded(model.layer_rows))
     return run_dir
 
 

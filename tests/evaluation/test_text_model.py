@@ -42,6 +42,9 @@ def test_generation_cuts_contexts_and_texts_and_gives_repeats_their_own_seeds(te
             submitted.append((bytes(prompt), sampling.seed))
             return len(submitted)
 
+        def cancel(self, request):
+            """Nothing is left of any."""
+
         def step(self):
             """Out of order, in two parts."""
             self.has_work = False

@@ -203,7 +203,7 @@ def test_nonsense_is_refused_by_name_in_one_line_for_a_run_and_for_a_plan(name):
 @pytest.mark.parametrize("scaling", ["none", "linear", "dynamic", "llama3", "yarn", "longrope"])
 def test_any_rotary_embedding_that_is_accepted_has_finite_frequencies(scaling):
     factors = (1.0,) * 8 if scaling == "longrope" else ()
-    base = RopeConfig(scaling=scaling, short_factors=factors, long_factors=factors)
+    base = RopeConfig(scaling=scaling, factors=factors + factors)
     for name, value in itertools.product(leaves(base), VALUES):
         config = with_value(base, name, value)
         try:

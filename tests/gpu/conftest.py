@@ -6,18 +6,15 @@ import jax
 import pytest
 
 from megajax.mesh.config import MeshConfig, make_mesh
-from megajax.ops import attention_backends, norm
+from megajax.ops.choice import log_choice
 
 
 @pytest.fixture
 def one_gpu(caplog):
     """The mesh of one GPU, set; caplog has each choice of this test, as if it were the first."""
-    logged = [op._log_choice for op in (attention_backends, norm)]
-    for log in logged:
-        log.cache_clear()
+    log_choice.cache_clear()
     caplog.set_level(logging.INFO, "megajax")
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     with jax.set_mesh(mesh):
         yield mesh
-    for log in logged:
-        log.cache_clear()
+    log_choice.cache_clear()

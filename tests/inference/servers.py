@@ -15,7 +15,7 @@ from megajax.data.tokenizers.chat_template import CHATML, ChatTemplate
 from megajax.data.tokenizers.tokenizer import BytesTokenizer
 from megajax.inference.config import Sampling
 from megajax.inference.engine import Engine, Output, ServingConfig, Stats
-from megajax.inference.scheduling.scheduler import Request
+from megajax.inference.scheduling.work import Request
 from megajax.inference.server.app import ServerConfig, make_app
 from megajax.inference.server.connections import uvicorn_config
 from megajax.mesh.config import MeshConfig, make_mesh
@@ -77,7 +77,7 @@ def wait_until(condition, seconds=20):
 class FakeEngine:
     """Generates the token 120 ("x") once per step, and a step needs a permission."""
 
-    tokenizer = BytesTokenizer()
+    tokenizer = text_tokenizer = BytesTokenizer()
 
     def __init__(self):
         self.warm = threading.Event()

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from megajax.checkpoint.checkpointer import Checkpointer
+from megajax.checkpoint.layout import recorded
 from megajax.config import Config
 from megajax.data.tokenizers.tokenizer import BytesTokenizer, NullTokenizer
 from megajax.evaluation.scorer import Scorer
 from megajax.inference.device.memory import HOST_POOL_BYTES, kept_sizes, pool_bytes, pool_sizes
 from megajax.inference.draft import check_same_tokens
 from megajax.inference.engine import Engine, ServingConfig
-from megajax.inference.scheduling.scheduler import look_up
+from megajax.inference.scheduling.work import look_up
 from megajax.inference.tokens.sampling import Sampling
 from megajax.layers.attention.latent import LatentConfig
 from megajax.layers.feed_forward.moe import MoeConfig
@@ -668,7 +669,7 @@ def run_dir(tmp_path_factory):
     with Checkpointer(run_dir, config.checkpoint) as checkpointer:
         for step in (1, 2):
             params = jax.device_put(random_params(model, step), model.shardings(mesh))
-            checkpointer.save(step, params, {"count": jnp.int32(0)}, {})
+            checkpointer.save(step, params, {"count": jnp.int32(0)}, recorded(model.layer_rows))
     return run_dir
 
 
@@ -710,8 +711,8 @@ def test_runs_that_cannot_be_served_are_refused(run_dir, tmp_path):
         Engine.from_run(tmp_path)
     with pytest.raises(ValueError, match="step=7 is not in .*; there are 1, 2"):
         Engine.from_run(run_dir, step=7)
-    with pytest.raises(ValueError, match="num_heads=4 is not divisible by mesh.tensor=3"):
-        Engine.from_run(run_dir, MeshConfig(tensor=3))
+    with pytest.raises(ValueError, match="num_heads=4 is not divisible by mesh.tensor=8"):
+        Engine.from_run(run_dir, MeshConfig(tensor=8))
     with pytest.raises(ValueError, match="mesh.pipeline=2: inference does not support pipelines"):
         Engine.from_run(run_dir, MeshConfig(pipeline=2))
     with pytest.raises(ValueError, match="does not match the number of devices, 8"):

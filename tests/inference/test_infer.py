@@ -96,7 +96,7 @@ def test_keys_are_read_from_a_file(tmp_path):
 class Backwards:
     """An engine that answers with the prompt, one character per step, the last prompt first."""
 
-    class tokenizer:
+    class text_tokenizer:
         special_tokens = {"S:": 1}
 
         @staticmethod
@@ -115,7 +115,7 @@ class Backwards:
         return list(text.encode())
 
     def submit(self, prompt, sampling):
-        from megajax.inference.scheduling.scheduler import Request
+        from megajax.inference.scheduling.work import Request
 
         self.asked.append(bytes(prompt).decode())
         request = Request(list(prompt), sampling)

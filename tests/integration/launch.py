@@ -45,7 +45,7 @@ if __name__ == "__main__":
 TINY = [
     "--config=gpt_tiny", "--model.num_layers=2", "--model.embed_dim=32", "--model.num_heads=2", "--model.mlp_dim=64",
     "--model.vocab_size=128", "--data.source=mock", "--data.text=", "--data.tokenizer=null:127",
-    "--data.num_threads=1", "--training.sequence_length=32", "--training.global_batch_size=8",
+    "--training.sequence_length=32", "--training.global_batch_size=8",
     "--training.log_every_steps=1", "--training.eval_every_steps=0", "--training.sample_prompt=",
     "--checkpoint.every_steps=0", "--optimizer.name=adamw", "--optimizer.learning_rate=3e-3",
     "--optimizer.warmup_steps=2", "--logging.tensorboard=False",

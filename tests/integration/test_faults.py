@@ -54,7 +54,7 @@ def test_a_skipped_update_leaves_every_array_as_it_was_and_the_next_one_does_not
     run_dir = tmp_path / "run"
     config = tiny_config(
         run_dir, "--training.steps=8", "--checkpoint.every_steps=1", "--checkpoint.keep=0",
-        "--optimizer.skip_grad_norm_above=0.8", "--optimizer.initial_learning_rate=1e-4",
+        "--optimizer.skip_grad_norm_above=0.8",
     )  # fmt: skip
     assert train(config) == "finished"
     output = "".join(capfd.readouterr())

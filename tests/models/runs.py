@@ -21,7 +21,7 @@ def toy_config(run_dir: Path, mesh: MeshConfig, training: dict, **sections) -> C
     return Config(
         mesh=mesh,
         precision=PrecisionConfig(compute="float32"),
-        data=DataConfig(source="mock", tokenizer="null:63", num_threads=0, cache_dir=str(run_dir.parent / "cache")),
+        data=DataConfig(source="mock", tokenizer="null:63", cache_dir=str(run_dir.parent / "cache")),
         optimizer=OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3),
         training=TrainingConfig(**how),
         checkpoint=CheckpointConfig(every_steps=2),

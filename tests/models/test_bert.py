@@ -155,7 +155,7 @@ def config_of(sentences: str, run_dir: Path, mesh=MeshConfig(), **training) -> C
         precision=FLOAT32,
         task=Masked(sentences="sop"),
         data=DataConfig(
-            source="indexed", paths=(sentences,), tokenizer="bytes", num_threads=0, split=(8, 2, 0),
+            source="indexed", paths=(sentences,), tokenizer="bytes", split=(8, 2, 0),
             cache_dir=str(run_dir.parent / "cache"),
         ),
         optimizer=OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3),

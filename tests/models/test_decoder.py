@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 from configs import recipes
+from megajax.layers.attention.kv_cache import Places, PoolSizes
 from megajax.layers.attention.multi_head import Attention
 from megajax.layers.dropout import DropoutKey, dropout
 from megajax.layers.feed_forward.mlp import Mlp
@@ -467,11 +468,13 @@ def test_a_model_works_without_a_mesh(make_test_mesh):
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6, rtol=1e-5), found, wanted)
     np.testing.assert_allclose(loss(weights), wanted[0], rtol=1e-5)
     tokens = np.arange(6, dtype=np.int32)[None]
-    caches = model.config.new_caches(8, model.execution)
+    pages = model.config.new_pages(PoolSizes(1, 8, 1, jnp.float32), model.execution)["layers"]
+    zeros = jnp.zeros((1, 1), jnp.int32)
+    places = Places(tokens, tokens, 0 * tokens, zeros, 0 * tokens, tokens + 1)
     batch = {"tokens": tokens, "positions": tokens}
-    x, caches = model.module(weights).extend(batch, caches)
+    x, caches = model.module(weights).extend(batch, {"layers": tuple(cache.at(places) for cache in pages)})
     assert x.shape == (1, 6, 16)
-    assert caches["layers"][0].keys.shape == (1, 8, 2, 8)
+    assert caches["layers"][0].pages.shape == (1, 2, 2, 8, 8)
 
 
 def test_offload_on_a_mesh_changes_nothing(make_test_mesh, plain_run):

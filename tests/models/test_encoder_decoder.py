@@ -135,7 +135,7 @@ def config_of(run_dir, mesh=MeshConfig(), model=V11, **launch) -> Config:
         mesh=mesh,
         precision=FLOAT32,
         task=Spans(),
-        data=DataConfig(num_threads=0, cache_dir=str(run_dir.parent / "cache")),
+        data=DataConfig(cache_dir=str(run_dir.parent / "cache")),
         optimizer=OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3),
         training=TrainingConfig(
             steps=STEPS, global_batch_size=8, sequence_length=24, log_every_steps=1, eval_every_steps=2, eval_steps=1

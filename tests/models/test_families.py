@@ -35,7 +35,7 @@ from megajax.layers.transformer import TransformerLayerConfig
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.mesh.sharding import constrain
 from megajax.models.decoder import DecoderConfig
-from megajax.models.interface import MODELS, BatchArray, LossModule, ModelConfig, split_key
+from megajax.models.interface import MODELS, AnyModule, BatchArray, ModelConfig, split_key
 from megajax.models.model import Model
 from megajax.ops.attention_mask import CAUSAL, window
 from megajax.ops.embedding import embed
@@ -195,7 +195,7 @@ class TwoStacksConfig(ModelConfig):
         return Flops(2 * self.embed_dim * self.vocab_size)
 
 
-class TwoStacks(LossModule):
+class TwoStacks(AnyModule):
     def __init__(self, config, dtype, execution, *, rngs):
         self.config, self.dtype = config, dtype
         D, V = config.embed_dim, config.vocab_size
@@ -219,9 +219,6 @@ class TwoStacks(LossModule):
 
     def output(self, x_BTD):
         return self.norm(x_BTD)
-
-    def head_matrix(self):
-        return self.head.matrix()
 
     def logit_options(self):
         return dict(vocab_size=self.config.vocab_size)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from megajax.config import Config
+from megajax.layers.attention.kv_cache import Places, PoolSizes
 from megajax.mesh.config import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
@@ -62,13 +63,22 @@ def test_logits_equal_those_of_transformers(name):
         module = model.module(params)
         batch = batch_of(0, length)
         x, _, _ = module.layers(module.embed(batch, None), module.block_inputs(batch))
-        caches = config.new_caches(length, execution)
-        prompt, caches = module.extend(batch_of(0, length - 2), caches)
-        cached = [prompt[:, -1:]]
+        rows = np.arange(len(tokens), dtype=np.int32)[:, None]  # each with a page of its own
+        caches = config.new_pages(PoolSizes(len(tokens), length, len(tokens), jnp.float32), execution)
+
+        def extend(caches, batch, row, lower):
+            positions = batch["positions"]
+            places = Places(row * length + positions, positions, row + 0 * positions, row, lower, positions + 1)
+            return module.extend(batch, {"layers": tuple(cache.at(places) for cache in caches["layers"])})
+
+        prompts = []
+        for number in range(len(tokens)):
+            batch = {name: array[number : number + 1] for name, array in batch_of(0, length - 2).items()}
+            prompt, caches = extend(caches, batch, rows[number : number + 1], 0 * batch["positions"])
+            prompts.append(prompt[:, -1:])
+        cached = [jnp.concatenate(prompts)]
         for place in (length - 2, length - 1):
-            batch = batch_of(place, place + 1)
-            layers = tuple(cache.at(batch["positions"]) for cache in caches["layers"])
-            x1, caches = module.extend(batch, {"layers": layers})
+            x1, caches = extend(caches, batch_of(place, place + 1), rows, None)
             cached.append(x1)
         return module.logits(x), module.logits(jnp.concatenate(cached, 1))
 

@@ -48,7 +48,7 @@ def config_of(run_dir, mesh=MeshConfig(), model=HYBRID, execution=ExecutionConfi
         mesh=mesh,
         execution=execution,
         precision=PrecisionConfig(compute="float32"),
-        data=DataConfig(source="mock", tokenizer="null:63", num_threads=0, cache_dir=str(run_dir.parent / "cache")),
+        data=DataConfig(source="mock", tokenizer="null:63", cache_dir=str(run_dir.parent / "cache")),
         optimizer=OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3),
         training=TrainingConfig(**dict(
             steps=STEPS, global_batch_size=8, sequence_length=T, log_every_steps=1, eval_every_steps=3, eval_steps=1,
@@ -195,30 +195,6 @@ def generating():
 def batch_of(tokens_BT, positions_BT=None) -> dict:
     places = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32), tokens_BT.shape)
     return {"tokens": tokens_BT, "positions": places if positions_BT is None else positions_BT}
-
-
-def test_contiguous_cache_equals_no_cache_at_every_position(generating):
-    """A prompt in two calls, the second with padding in one row, then token by token."""
-    model, weights, wanted, tokens_BT = generating
-
-    @jax.jit
-    def extend(weights, caches, tokens_BT, positions_BT):
-        caches = {name: tuple(cache.at(positions_BT) for cache in of_stack) for name, of_stack in caches.items()}
-        x, caches = model.module(weights).extend(batch_of(tokens_BT, positions_BT), caches)
-        return model.module(weights).logits(x), caches
-
-    caches = model.config.new_caches(T, model.execution)
-    lengths = np.array([[13], [9]])
-    places = np.broadcast_to(np.arange(13, dtype=np.int32), (2, 13))
-    prompt = np.where(places < lengths, places, T)  # the padding of the shorter row
-    found, caches = extend(weights, caches, tokens_BT[:, :13], prompt)
-    np.testing.assert_allclose(found[0], wanted[0, :13], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(found[1, :9], wanted[1, :9], rtol=1e-5, atol=1e-5)
-    for step in range(T - 13):
-        places = (lengths + step).astype(np.int32)
-        found, caches = extend(weights, caches, np.take_along_axis(tokens_BT, places, 1), places)
-        for row in range(2):
-            np.testing.assert_allclose(found[row, 0], wanted[row, places[row, 0]], rtol=1e-5, atol=1e-5)
 
 
 def test_paged_cache_equals_no_cache_at_every_position(generating):

@@ -186,7 +186,7 @@ def config_of(run_dir, model=PLAIN) -> Config:
     return Config(
         model=dataclasses.replace(model, vocab_size=64, mtp_layers=1),
         precision=FLOAT32,
-        data=DataConfig(source="mock", tokenizer="null:63", num_threads=0, cache_dir=str(run_dir.parent / "cache")),
+        data=DataConfig(source="mock", tokenizer="null:63", cache_dir=str(run_dir.parent / "cache")),
         optimizer=OptimizerConfig(learning_rate=1e-2, min_learning_rate=1e-3),
         training=TrainingConfig(
             steps=4, global_batch_size=8, sequence_length=16, log_every_steps=1, eval_every_steps=4, eval_steps=1

@@ -103,7 +103,7 @@ FLOAT32 = PrecisionConfig(compute="float32")
 def config_of(run_dir, mesh=MeshConfig(), **sections) -> Config:
     return Config(**dict(
         model=MODEL, mesh=mesh, precision=FLOAT32,
-        data=DataConfig(source="mock", tokenizer="null:63", num_threads=0, cache_dir=str(run_dir.parent / "cache")),
+        data=DataConfig(source="mock", tokenizer="null:63", cache_dir=str(run_dir.parent / "cache")),
         optimizer=OptimizerConfig(learning_rate=3e-2, min_learning_rate=1e-2),
         training=TrainingConfig(
             steps=STEPS, global_batch_size=8, sequence_length=T, log_every_steps=1, eval_every_steps=STEPS,

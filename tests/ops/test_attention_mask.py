@@ -54,10 +54,9 @@ def test_a_cache_takes_what_it_can_hold_and_refuses_the_rest():
 
     sizes = PoolSizes(2, 8, 1, np.dtype(np.float32))
     for mask in (CAUSAL, CAUSAL & window(4)):
-        config(mask).new_cache(8), config(mask).new_pages(sizes)
-    config(WITH_FIRST).new_cache(8)
-    for new in (config(PREFIX).new_cache, config(FULL).new_cache):
-        with pytest.raises(ValueError, match="cannot read a cache.* use a causal mask"):
-            new(8)
+        config(mask).new_pages(sizes)
     with pytest.raises(ValueError, match="mask 'causal and window 4 or causal and first 3' cannot read pages"):
         config(WITH_FIRST).new_pages(sizes)
+    for mask in (PREFIX, FULL):
+        with pytest.raises(ValueError, match="cannot read pages.* use a causal mask"):
+            config(mask).new_pages(sizes)

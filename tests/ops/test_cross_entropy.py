@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from megajax.ops.cross_entropy import cross_entropy, token_scores
+from megajax.ops.cross_entropy import cross_entropy
 from megajax.ops.low_precision import FORMATS
+from megajax.ops.token_scores import token_scores
 from megajax.quantization.formats import quantize
 
 B, T, D, V, TOKENS = 4, 16, 8, 32, 27  # V columns of the head, of which some may be padding

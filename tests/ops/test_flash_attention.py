@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from megajax.mesh import compat
-from megajax.ops import attention_backends, norm
 from megajax.ops import attention_mask as masks
+from megajax.ops import norm
 from megajax.ops.attention import attention, key_bounds, reference_attention
 from megajax.ops.attention_backends import Inputs, Options, Pallas, choose
+from megajax.ops.choice import log_choice
 from pallas_kernels import flash_attention as kernel
 from pallas_kernels.flash_attention import schedule, tiles
 
@@ -71,7 +72,7 @@ def test_tiles_hold_all_that_is_seen_and_those_in_the_middle_are_seen_wholly():
 @pytest.mark.parametrize("bytes_of_head", [1, 1 << 30], ids=["tile by tile", "head by head"])
 def test_every_tile_is_taken_once_and_those_of_a_head_in_order(bytes_of_head):
     tiles = schedule.Schedule(batch=3, heads=4, tiles=5, bytes_of_head=bytes_of_head, last_first=True)
-    taken = [tuple(map(int, tiles._tile(index, lambda b, number: (0, 0, 0, 0))[4:])) for index in range(tiles.count)]
+    taken = [tuple(map(int, tiles.tile(index, lambda b, number: (0, 0, 0, 0))[4:])) for index in range(tiles.count)]
     assert sorted(taken) == [(number, b, head) for number in range(5) for b in range(3) for head in range(4)]
     for b, head in {tuple(rest) for _, *rest in taken}:
         assert [number for number, *rest in taken if rest == [b, head]] == [4, 3, 2, 1, 0]
@@ -210,7 +211,7 @@ def test_what_was_measured_to_be_faster_is_taken(monkeypatch):
 
 def test_what_a_config_asks_for_is_taken_where_it_can_be_and_else_the_log_says_why(monkeypatch, caplog, make_test_mesh):
     caplog.set_level("INFO", "megajax")
-    attention_backends._log_choice.cache_clear()
+    log_choice.cache_clear()
     q = jnp.ones((1, 8, 2, 64), jnp.bfloat16)
     run = lambda backend: attention(q, q, q, mask=masks.CAUSAL, scale=1.0, backend=backend)
     with jax.set_mesh(make_test_mesh()):
@@ -310,4 +311,4 @@ def test_gpus_before_hopper_take_what_they_can_do(kind, capability, attention_ba
     monkeypatch.setattr(compat, "cudnn_attention_problem", lambda: "")
     q = jax.ShapeDtypeStruct((2, 1024, 8, 64), jnp.bfloat16)
     assert choose(Inputs.of(Options(masks.CAUSAL, 1.0), q, q, q)).name == attention_backend
-    assert norm._backend(jax.ShapeDtypeStruct((2, 1024, 512), jnp.bfloat16)) == norm_backend
+    assert norm.backend_of(jax.ShapeDtypeStruct((2, 1024, 512), jnp.bfloat16)) == norm_backend

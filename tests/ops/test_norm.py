@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from megajax.mesh import compat
 from megajax.ops import norm
+from megajax.ops.choice import log_choice
 from megajax.ops.norm import gated_rms_norm, residual_norm
 from pallas_kernels import norm as kernel
 
@@ -147,13 +148,13 @@ def test_gated_norm_and_its_gradients_equal_the_formula():
 def test_choice_is_logged_once_with_its_reason(make_test_mesh, monkeypatch, caplog):
     x_BTD = jax.ShapeDtypeStruct((B, T, 128), jnp.bfloat16)
     caplog.set_level(logging.INFO, "megajax")
-    norm._log_choice.cache_clear()
+    log_choice.cache_clear()
     with jax.set_mesh(make_test_mesh(data=2, tensor=2)):
-        assert [norm._backend(x_BTD), norm._backend(x_BTD)] == ["xla", "xla"]
+        assert [norm.backend_of(x_BTD), norm.backend_of(x_BTD)] == ["xla", "xla"]
         monkeypatch.setattr(compat, "mosaic_problem", lambda: "")
-        assert norm._backend(x_BTD) == "kernel"
-        assert norm._backend(jax.ShapeDtypeStruct((B, 4, 128), jnp.bfloat16)) == "xla"
-    norm._log_choice.cache_clear()
+        assert norm.backend_of(x_BTD) == "kernel"
+        assert norm.backend_of(jax.ShapeDtypeStruct((B, 4, 128), jnp.bfloat16)) == "xla"
+    log_choice.cache_clear()
     assert [record.getMessage() for record in caplog.records] == [
         "norm: XLA (no kernels for cpu)",
         "norm: fused with the residual (pallas_kernels/norm.py)",

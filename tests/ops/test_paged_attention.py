@@ -19,11 +19,11 @@ from megajax.mesh import compat
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
-from megajax.ops import attention_backends
 from megajax.ops import attention_mask as masks
 from megajax.ops import paged_attention as op
 from megajax.ops.attention import attention
 from megajax.ops.attention_backends import Inputs, Options, Pallas, choose
+from megajax.ops.choice import log_choice
 from megajax.precision import PrecisionConfig
 from pallas_kernels import flash_attention
 from pallas_kernels import paged_attention as kernel
@@ -150,7 +150,7 @@ def test_choice_is_logged_once_with_its_reason(monkeypatch, caplog):
         return choose(Inputs(options, 1, 8, 2, 128, 128, jnp.dtype(jnp.bfloat16), keys="pages", page=page)).name
 
     caplog.set_level(logging.INFO, "megajax")
-    attention_backends._log_choice.cache_clear()
+    log_choice.cache_clear()
     assert chosen(16) == chosen(16) == "reference"
     monkeypatch.setattr(compat, "mosaic_problem", lambda: "")
     assert (chosen(16), chosen(24)) == ("pallas", "reference")

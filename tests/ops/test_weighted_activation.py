@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from megajax.mesh import compat
 from megajax.ops import weighted_activation as op
+from megajax.ops.choice import log_choice
 from megajax.ops.weighted_activation import weighted_activation
 from pallas_kernels import gated as kernel
 
@@ -83,7 +84,7 @@ def test_value_and_gradients_equal_the_formula_in_a_pipeline_stage(on_stages, ba
 
 @pytest.mark.parametrize("name", ["gelu", "relu", "geglu"])
 def test_other_activations_are_left_to_xla(name, backend, caplog):
-    op._log_choice.cache_clear()
+    log_choice.cache_clear()
     caplog.set_level(logging.INFO, "megajax")
     wide = jnp.ones((4, 2 if name == "geglu" else 1, 8), jnp.bfloat16)
     out = weighted_activation(wide, jnp.full(4, 0.5), jnp.int32([4]), name)
@@ -111,7 +112,7 @@ def test_kernel_is_chosen_by_the_rows_and_the_width_of_a_device(make_test_mesh, 
     monkeypatch.setattr(kernel, "problem", lambda *of_device: seen.append(of_device) or "a test")
     wide = jax.ShapeDtypeStruct((4096, 2, 512), jnp.bfloat16)
     with jax.set_mesh(make_test_mesh(expert=2, fsdp=2, tensor=2)):
-        assert op._kernel_problem(wide, "swiglu") == "a test"
+        assert op.kernel_problem(wide, "swiglu") == "a test"
     assert seen == [(1024, 256, jnp.bfloat16)]
 
 

@@ -106,9 +106,11 @@ def test_bfloat16_moments_are_rounded_to_nearest_after_each_update():
     for step in range(1, 4):
         params, state, _ = update(tree(step), state, params, RATE)
         g = np.asarray(tree(step)["kernel"])
-        m = np.float32(config.beta1) * m + np.float32(1 - config.beta1) * g
-        v = np.float32(config.beta2) * v + np.float32(1 - config.beta2) * g * g
-        want = want - 1e-2 * (m / (1 - config.beta1**step)) / (np.sqrt(v / (1 - config.beta2**step)) + config.epsilon)
+        m = np.float32(config.betas[0]) * m + np.float32(1 - config.betas[0]) * g
+        v = np.float32(config.betas[1]) * v + np.float32(1 - config.betas[1]) * g * g
+        want = want - 1e-2 * (m / (1 - config.betas[0] ** step)) / (
+            np.sqrt(v / (1 - config.betas[1] ** step)) + config.epsilon
+        )
         m, v = (a.astype(ml_dtypes.bfloat16).astype(np.float32) for a in (m, v))
     # One rounding of a moment to another neighbour, 2^-8, of an update of 0.01.
     np.testing.assert_allclose(params["kernel"], want, rtol=0, atol=1e-4)

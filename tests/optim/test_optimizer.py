@@ -36,16 +36,16 @@ def to_device(tree, dtype=jnp.float32):
 
 def numpy_adamw(config, grad, param, decays, memory):
     step = memory["step"] = memory.get("step", 0) + 1
-    m = memory["m"] = config.beta1 * memory.get("m", 0.0) + (1 - config.beta1) * grad
-    v = memory["v"] = config.beta2 * memory.get("v", 0.0) + (1 - config.beta2) * grad**2
-    m_hat, v_hat = m / (1 - config.beta1**step), v / (1 - config.beta2**step)
+    m = memory["m"] = config.betas[0] * memory.get("m", 0.0) + (1 - config.betas[0]) * grad
+    v = memory["v"] = config.betas[1] * memory.get("v", 0.0) + (1 - config.betas[1]) * grad**2
+    m_hat, v_hat = m / (1 - config.betas[0] ** step), v / (1 - config.betas[1] ** step)
     return param - LEARNING_RATE * (m_hat / (np.sqrt(v_hat) + config.epsilon) + decays * config.weight_decay * param)
 
 
 def numpy_lion(config, grad, param, decays, memory):
     m = memory.get("m", 0.0)
-    memory["m"] = config.beta2 * m + (1 - config.beta2) * grad
-    sign = np.sign(config.beta1 * m + (1 - config.beta1) * grad)
+    memory["m"] = config.betas[1] * m + (1 - config.betas[1]) * grad
+    sign = np.sign(config.betas[0] * m + (1 - config.betas[0]) * grad)
     return param - LEARNING_RATE * (sign + decays * config.weight_decay * param)
 
 

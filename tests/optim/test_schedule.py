@@ -23,7 +23,6 @@ def make_schedule(**changes):
     fields = dict(
         learning_rate=META["max_lr"],
         min_learning_rate=META["min_lr"],
-        initial_learning_rate=META["init_lr"],
         warmup_steps=META["warmup"],
         wsd_decay_steps=META["wsd_decay"] if is_wsd else 0,
     )
@@ -95,7 +94,6 @@ def test_without_a_rampup_the_run_is_as_long_as_its_steps():
     "changes, field",
     [
         (dict(learning_rate=1e-6), "optimizer.min_learning_rate"),
-        (dict(initial_learning_rate=1.0), "optimizer.initial_learning_rate=1.0"),
         (dict(warmup_steps=STEPS), f"optimizer.warmup_steps={STEPS}"),
         (dict(schedule="wsd", wsd_decay_steps=0), "optimizer.wsd_decay_steps=0"),
         (dict(schedule="wsd", wsd_decay_steps=95), "optimizer.wsd_decay_steps=95"),

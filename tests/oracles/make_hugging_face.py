@@ -147,7 +147,7 @@ def gpt_oss():
     ours = dict(
         biases=("qkv", "attention_out"), attention_sinks=True, window=6, pattern="wf",
         tied_embeddings=False,
-        rope=dict(base=1000.0, scaling="yarn", factor=8.0, ramp=(1.0, 8.0), original_length=32, truncate=False),
+        rope=dict(base=1000.0, scaling="yarn_exact", factor=8.0, ramp=(1.0, 8.0), original_length=32),
     )  # fmt: skip
     return model, ours, LLAMA | {"sinks": "self_attn.sinks"}, OUTSIDE, "model.layers"
 

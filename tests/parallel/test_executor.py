@@ -77,7 +77,7 @@ PATTERNS = {
 }
 
 
-FIELDS = [dict(pipeline=2), dict(pipeline=4, pipeline_schedule="gpipe"), dict(pipeline=2, virtual_stages=2)]
+FIELDS = [dict(pipeline=2), dict(pipeline=4), dict(pipeline=2, virtual_stages=2)]
 CASES = [(name, fields) for name in PATTERNS for fields in FIELDS]
 QUICK = [
     ("as Mamba and attention", FIELDS[1]),
@@ -135,7 +135,7 @@ def test_terms_and_gradients_equal_plain_differentiation(pattern, fields, train,
     most = max(len(stage) for chunk in stages.layers for stage in chunk)
     numbers = [[[*stage, *[0] * (most - len(stage))] for stage in chunk] for chunk in stages.layers]
     of_stage = [[programs.index(run) for run in chunk] for chunk in runs]
-    table = make_table(stages.schedule, stages.num_ranks, num_microbatches, stages.num_chunks, backward=train)
+    table = make_table(stages.num_ranks, num_microbatches, stages.num_chunks, backward=train)
     whole = lambda tree: jax.tree.map(lambda _: P(), tree)
     with jax.set_mesh(make_test_mesh(**fields)):
         run = jax.jit(

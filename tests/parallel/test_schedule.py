@@ -12,10 +12,7 @@ from megajax.parallel.schedule import bubble, make_stages, make_table, parse_lay
 
 ORACLE = np.load(Path(__file__).parents[1] / "oracles" / "numbers.npz")
 SIZES = dict(num_ranks=st.integers(1, 6), num_microbatches=st.integers(1, 13))
-CASES = st.one_of(
-    st.fixed_dictionaries(SIZES | dict(schedule=st.just("gpipe"), num_chunks=st.just(1))),
-    st.fixed_dictionaries(SIZES | dict(schedule=st.just("1f1b"), num_chunks=st.integers(1, 4))),
-)
+CASES = st.fixed_dictionaries(SIZES | dict(num_chunks=st.integers(1, 4)))
 
 
 def ticks(table, name: str, num_ranks: int) -> dict:
@@ -53,7 +50,7 @@ def test_every_pass_happens_once_and_messages_are_used_one_tick_later(case):
 @given(CASES)
 def test_a_slot_holds_one_microbatch_until_its_backward_pass(case):
     table, P, M, V = make_table(**case), *(case[n] for n in ("num_ranks", "num_microbatches", "num_chunks"))
-    assert table.num_slots <= (M if case["schedule"] == "gpipe" else min(M * V, V * P + P - 1))
+    assert table.num_slots <= min(M * V, V * P + P - 1)
     for rank in range(P):
         held = {}
         for tick in range(len(table.embed)):
@@ -77,7 +74,7 @@ def test_a_slot_holds_one_microbatch_until_its_backward_pass(case):
 @pytest.mark.parametrize(("microbatches", "chunks", "group"), [(4, 2, 2), (8, 4, 4), (6, 3, 2)])
 def test_order_on_each_rank_is_megatrons(microbatches, chunks, group):
     wanted = ORACLE[f"schedule_table/m{microbatches}_v{chunks}_g{group}"]
-    table = make_table("1f1b", group, microbatches, chunks)
+    table = make_table(group, microbatches, chunks)
     for rank in range(group):
         for name, chunk_of in (("forward", lambda c: c), ("backward", lambda c: chunks - 1 - c)):
             microbatch, chunk = getattr(table, name)[:, rank], getattr(table, f"{name}_chunk")[:, rank]
@@ -85,25 +82,23 @@ def test_order_on_each_rank_is_megatrons(microbatches, chunks, group):
             np.testing.assert_array_equal(np.stack([microbatch[busy], chunk_of(chunk[busy])], 1), wanted)
 
 
-def test_1f1b_holds_no_more_with_more_microbatches_and_gpipe_does():
-    slots = lambda schedule, M: make_table(schedule, 4, M).num_slots
-    assert slots("1f1b", 8) == slots("1f1b", 64) == 7
-    assert slots("gpipe", 8) == 8 and slots("gpipe", 64) == 64
-    assert make_table("1f1b", 4, 64, 2).num_slots == 11
-    assert make_table("1f1b", 4, 64).num_loss_slots == 1
+def test_no_more_is_held_with_more_microbatches():
+    assert make_table(4, 8).num_slots == make_table(4, 64).num_slots == 7
+    assert make_table(4, 64, 2).num_slots == 11
+    assert make_table(4, 64).num_loss_slots == 1
 
 
 @pytest.mark.parametrize(("ranks", "microbatches", "chunks"), [(4, 8, 1), (4, 8, 2), (2, 6, 3), (1, 5, 1)])
 def test_bubble_is_the_time_in_which_a_rank_waits(ranks, microbatches, chunks):
     """A tick lasts as long as its longest rank, a backward pass twice a forward pass."""
-    table = make_table("1f1b", ranks, microbatches, chunks)
+    table = make_table(ranks, microbatches, chunks)
     forward, backward = table.forward >= 0, table.backward >= 0
     total = (forward.any(1) + 2 * backward.any(1)).sum()
     assert 1 - 3 * microbatches * chunks / total == pytest.approx(bubble(ranks, microbatches, chunks))
 
 
 def test_forward_only_is_as_long_as_the_forward_passes():
-    table = make_table("1f1b", 4, 6, 2, backward=False)
+    table = make_table(4, 6, 2, backward=False)
     assert not (table.backward >= 0).any() and len(table.embed) == max(ticks(table, "forward", 4).values()) + 1
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megajax.checkpoint.checkpointer import Checkpointer
+from megajax.checkpoint.layout import recorded
 from megajax.config import Config
 from megajax.evaluation.text_model import TextModel
 from megajax.mesh.config import MeshConfig, make_mesh
@@ -57,7 +58,7 @@ def run_dir(tmp_path_factory):
     model, mesh = Model(MODEL, FLOAT32), make_mesh(MeshConfig(), jax.devices()[:1])
     with Checkpointer(run_dir, config.checkpoint) as checkpointer:
         params = jax.device_put(random_params(model), model.shardings(mesh))
-        checkpointer.save(1, params, {"count": jnp.int32(0)}, {})
+        checkpointer.save(1, params, {"count": jnp.int32(0)}, recorded(model.layer_rows))
     return run_dir
 
 

@@ -19,6 +19,7 @@ from megajax import run
 from megajax.config import Config, override
 from megajax.data.datasets import Datasets, Source
 from megajax.data.tokenizers.load import load_tokenizer
+from megajax.layers.attention.kv_cache import PoolSizes
 from megajax.layers.linear import Linear
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.mesh.sharding import constrain
@@ -285,7 +286,8 @@ def test_it_is_planned_and_all_ranks_hold_a_stack_before_the_body(case, mesh, tm
 
 def test_an_engine_gives_no_pages_to_a_stack_before_the_body(tmp_path):
     model = config_of("seeing", tmp_path / "run").make_model()
-    assert set(model.config.new_caches(8, model.execution)) == {"layers"}
+    sizes = PoolSizes(num_pages=1, page_size=8, num_rows=1, dtype=jnp.float32)
+    assert set(model.config.new_pages(sizes, model.execution)) == {"layers"}
 
 
 def test_a_task_is_chosen_on_the_command_line(tmp_path):

@@ -96,9 +96,8 @@ def test_a_resume_with_another_batch_size_is_refused_unless_it_is_allowed():
         program=types.SimpleNamespace(mesh_config=MeshConfig()),
         data_config=DataConfig(),
     )
-    Trainer._check_samples(trainer, 100, {"consumed_samples": 1600})
-    Trainer._check_samples(trainer, 100, {})  # written before it was counted
+    Trainer.check_samples(trainer, 100, {"consumed_samples": 1600})
     with pytest.raises(ValueError, match="has read 800 samples, and would resume at sample 1600.*data.allow_change"):
-        Trainer._check_samples(trainer, 100, {"consumed_samples": 800})
+        Trainer.check_samples(trainer, 100, {"consumed_samples": 800})
     trainer.data_config = DataConfig(allow_change=True)
-    Trainer._check_samples(trainer, 100, {"consumed_samples": 800})
+    Trainer.check_samples(trainer, 100, {"consumed_samples": 800})

@@ -22,7 +22,7 @@ from megajax.parallel.schedule import make_stages
 from megajax.precision import PrecisionConfig
 from megajax.tasks.language import Language
 from megajax.training.config import TrainingConfig
-from megajax.training.replay import _WithGradients
+from megajax.training.replay import WithGradients
 from megajax.training.state import new_state, state_shardings
 from megajax.training.step import make_train_step
 
@@ -145,7 +145,9 @@ def test_a_step_that_overflows_changes_nothing_but_the_scale(float16):
 
 
 def test_the_replay_of_a_step_scales_the_loss_too(float16):
-    step = make_train_step(float16.model, Language(), _WithGradients(float16.optimizer), float16.config)
+    step = make_train_step(
+        float16.model, Language(), WithGradients(float16.optimizer.config, float16.model.trained), float16.config
+    )
     with jax.set_mesh(float16.mesh):
         _, metrics = jax.eval_shape(step, float16.init(), batch_of_text(0), jnp.float32(0))
     assert {"gradients", "loss_scale"} <= metrics.keys()

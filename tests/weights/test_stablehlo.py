@@ -13,6 +13,7 @@ import pytest
 
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
+from megajax.checkpoint.layout import recorded
 from megajax.config import Config
 from megajax.convert.export import main
 from megajax.data.config import DataConfig
@@ -50,7 +51,8 @@ def run_dir(tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("run")
     (run_dir / "config.json").write_text(CONFIG.to_json())
     with Checkpointer(run_dir, CheckpointConfig()) as checkpointer:
-        checkpointer.write(3, {"params": Model(CONFIG.model).init(seed=3)}, {"step": 3})
+        model = Model(CONFIG.model)
+        checkpointer.write(3, {"params": model.init(seed=3)}, recorded(model.layer_rows))
     return run_dir
 
 

@@ -121,18 +121,13 @@ def verify(prefix: str) -> str:
 
 
 def _describe_bad_token(dataset: IndexedDataset, index: int, token: int, vocab_size: int) -> str:
-    begin = 0
-    for first in range(0, len(dataset), WRITE_BLOCK):
-        ends = begin + np.cumsum(dataset.lengths[first : first + WRITE_BLOCK], dtype=np.int64)
-        if index < ends[-1]:
-            number = int(np.searchsorted(ends, index, side="right"))
-            position = index - int(ends[number] - dataset.lengths[first + number])
-            return (
-                f"{dataset.prefix}.bin: token {token} at position {position} of sequence {first + number} is not one "
-                f"of the {vocab_size} ids of the tokenizer; the file is damaged: copy or build it again"
-            )
-        begin = int(ends[-1])
-    raise AssertionError("IndexedDataset checks that the sequences cover the file")
+    ends = np.cumsum(dataset.lengths, dtype=np.int64)
+    number = int(np.searchsorted(ends, index, side="right"))
+    position = index - int(ends[number] - dataset.lengths[number])
+    return (
+        f"{dataset.prefix}.bin: token {token} at position {position} of sequence {number} is not one of the "
+        f"{vocab_size} ids of the tokenizer; the file is damaged: copy or build it again"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,11 +15,11 @@ import sysconfig
 from typing import Literal, NamedTuple
 
 from megajax.data.config import DataConfig
-from megajax.data.prepare.read_input import as_pattern
+from megajax.data.prepare.read_input import Reader, as_pattern
+from megajax.data.prepare.train_tokenizer import train_tokenizer
 from megajax.data.prepare.write_tokens import preprocess
 from megajax.data.temporary import temporary_folder
 from megajax.data.tokenizers.load import FILE_TOKENIZERS, load_tokenizer
-from megajax.data.tokenizers.train_sentencepiece import train_sentencepiece
 from megajax.terminal.announce import announced
 
 logger = logging.getLogger("megajax")
@@ -128,9 +128,8 @@ def _build(files: list[tuple[str, str]], config: DataConfig, form: TextForm, fol
     with temporary_folder(folder) as temporary:
         spec = config.tokenizer
         if spec.startswith("sentencepiece:"):
-            size = int(spec.removeprefix("sentencepiece:"))
-            with announced(f"training a tokenizer of {size:,} pieces"):
-                spec = train_sentencepiece(training, os.path.join(temporary, "tokenizer"), size)
+            with announced(f"training the tokenizer {spec}"):
+                spec = train_tokenizer(training, spec, os.path.join(temporary, "tokenizer"), Reader(), "skip")
         tokenizer = load_tokenizer(spec)
         for part, paths in (("train", training), ("eval", held_out)):
             prefix = os.path.join(temporary, part)

@@ -1,6 +1,7 @@
 """Trains a tokenizer on the input of preprocess."""
 
 import contextlib
+import io
 import os
 from collections.abc import Iterator, Sequence
 
@@ -9,27 +10,28 @@ from megajax.data.tokenizers.load import check_tokenizer_spec
 from megajax.data.tokenizers.train_sentencepiece import TRAIN_BYTES, train_on_lines
 
 
-def train_tokenizer(files: Sequence[str], spec: str, output_prefix: str, reader: Reader, on_error: str) -> str:
-    """Trains the tokenizer `sentencepiece:VOCAB` on documents of the files; returns the path P.tokenizer.model.
+def train_tokenizer(files: Sequence[str], spec: str, prefix: str, reader: Reader, on_error: str) -> str:
+    """Trains the tokenizer `sentencepiece:VOCAB` on documents of the files; returns the path PREFIX.model.
 
-    Reads the beginning of each file, TRAIN_BYTES in total, in proportion to file sizes. Raises ValueError if the text
-    has fewer pieces or, with on_error="raise", for a document that cannot be read.
+    Reads the beginning of each file, TRAIN_BYTES in total, in proportion to file sizes, so that the first folder does
+    not dominate. Raises ValueError if the text has fewer pieces or, with on_error="raise", for a document that cannot
+    be read.
     """
     check_tokenizer_spec(spec)
     reader.check(files)
-    os.makedirs(os.path.dirname(output_prefix) or ".", exist_ok=True)
-    size = int(spec.removeprefix("sentencepiece:"))
-    return train_on_lines(_lines_of_documents(files, reader, on_error), f"{output_prefix}.tokenizer", size)
+    os.makedirs(os.path.dirname(prefix) or ".", exist_ok=True)
+    return train_on_lines(_lines(files, reader, on_error), prefix, int(spec.removeprefix("sentencepiece:")))
 
 
-def _lines_of_documents(files: Sequence[str], reader: Reader, on_error: str) -> Iterator[str]:
+def _lines(files: Sequence[str], reader: Reader, on_error: str) -> Iterator[str]:
     total = max(1, sum(os.path.getsize(path) for path in files))
     for path in files:
-        left = max(1, TRAIN_BYTES * os.path.getsize(path) // total)
-        for text in _texts(path, reader, on_error):
-            lines = text[:left].splitlines()
-            yield from (line for line in lines if line.strip())
-            left -= len(text)
+        left = max(1, int(min(1, TRAIN_BYTES / total) * os.path.getsize(path)))
+        lines = (line for text in _texts(path, reader, on_error) for line in io.StringIO(text, newline=""))
+        for line in lines:
+            if line.strip():
+                yield line.rstrip("\r\n")
+            left -= len(line)
             if left <= 0:
                 break
 

@@ -18,9 +18,9 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from megajax.data.samples.dataset import Part, SampleDataset, TokenSource
+from megajax.data.samples.dataset import Part, TokenSource
 from megajax.data.samples.masking import Masking, choose_spans, pad, span_mask, trim
-from megajax.data.samples.sentence_runs import SentenceRuns
+from megajax.data.samples.sentence_runs import SentenceDataset
 
 MASKED_SHARE = 0.8
 RANDOM_SHARE = 0.1
@@ -54,7 +54,7 @@ class BertFormat:
         return BertDataset(indexed, part, num_samples, sequence_length, seed, self, cache_dir)
 
 
-class BertDataset(SampleDataset[BertFormat]):
+class BertDataset(SentenceDataset[BertFormat]):
     """A part is documents, whose sequences are sentences. With nsp and sop a document of a single sequence has no
     second segment and is not used, not even as the random B; with none every document is used.
 
@@ -75,37 +75,28 @@ class BertDataset(SampleDataset[BertFormat]):
                 f"sequence_length={self.sequence_length} leaves no room for text besides [CLS] and [SEP]; "
                 f"use at least {2 * num_special - 1} with next_sentence={form.next_sentence}"
             )
-        self.runs = SentenceRuns(
-            self.indexed,
-            self.part,
-            self.num_samples,
-            self.seed,
+        self.prepare_runs(
             max_tokens=self.text_length,
             min_sentences=2 if two_segments else 1,
             short_probability=form.short_sequence_probability,
-            cache_dir=self.cache_dir,
         )
-        if form.next_sentence == "nsp" and len(self.runs.documents) < 2:
+        if form.next_sentence == "nsp" and len(self.documents) < 2:
             raise ValueError(
                 f"data.split: only 1 of the documents {self.part[0]} to {self.part[1]} of {self.indexed.prefix} has "
                 " 2 sentences; next_sentence=nsp needs another to draw from: use sop or none, or more data"
             )
-        self.tokens_per_epoch = self.runs.tokens_per_epoch
         self._is_special = np.isin(np.arange(form.vocab_size), form.special_ids)
         self._ordinary_ids = np.flatnonzero(~self._is_special).astype(np.int32)
-
-    def __len__(self) -> int:
-        return len(self.runs)
 
     def sample(self, i: int) -> dict[str, np.ndarray]:
         form = self.sample_format
         length = self.sequence_length
-        sentences = self.runs.read(i)
+        sentences = self.sentences(i)
         rng = np.random.default_rng([self.seed, i])
         first, second, label = self._segments(i, sentences, rng)
         parts = [[form.cls_id], first, [form.sep_id]] + ([] if second is None else [second, [form.sep_id]])
         text = np.concatenate(parts)
-        self.check_ids(text, form.vocab_size, self.runs.sequences(i))
+        self.check_ids(text, form.vocab_size, self.sequences(i))
         text = text.astype(np.int32)
         tokens, chosen = self._mask(text, rng)
         positions = np.arange(length, dtype=np.int32)
@@ -135,7 +126,7 @@ class BertDataset(SampleDataset[BertFormat]):
             first, second = second, first
         elif label:
             # as long as the part it replaces, so that the length does not reveal the label
-            second = np.concatenate(self.runs.read_elsewhere(i, len(second), rng))
+            second = np.concatenate(self.sentences_elsewhere(i, len(second), rng))
         # Lengths after repeatedly removing a token from the longer of the two until both fit.
         capacity = self.text_length
         kept = min(len(second), max(capacity // 2, capacity - len(first)))

@@ -9,64 +9,45 @@ Source: Megatron-LM, megatron/core/datasets/helpers.cpp; the order of the sample
 import numpy as np
 
 from megajax.data.indexed.index_cache import content_hash, load_or_build
-from megajax.data.samples.dataset import TokenSource
+from megajax.data.samples.dataset import F, SampleDataset
 
 # The loop over runs reads Python integers; a block of them takes 40 MB.
 WALK_BLOCK = 1 << 20
 
 
-class SentenceRuns:
-    """The text of every sample, before trimming: a run of sentences of one document.
-
-    indexed: its sequences are sentences (preprocess --split_sentences) or whole documents.
-    max_tokens: the longest text of a sample. min_sentences: 1, or 2 if a text has two segments. Documents with fewer
-    sentences are not used, and a run that would leave fewer sentences behind includes them. With min_sentences = 1 a
-    sequence longer than max_tokens is split into pieces of max_tokens, so that documents of one sequence are used
-    entirely. num_samples: at least this many, in whole epochs; None is one epoch. Each epoch uses every sentence once,
-    in a different order.
+class SentenceDataset(SampleDataset[F]):
+    """Samples of the text of runs of sentences of one document. A part is documents.
 
     Attributes: `rows` int [N, 4] (first sequence, first token in it, last sequence, end token in it), `documents`
-    int64 [used documents], ascending, `tokens_per_epoch`, tokens of these documents.
-    Raises ValueError if no document has enough sentences.
+    int64 [used documents], ascending.
     """
 
-    def __init__(
-        self,
-        indexed: TokenSource,
-        document_range: tuple[int, int],
-        num_samples: int | None,
-        seed: int,
-        *,
-        max_tokens: int,
-        min_sentences: int,
-        short_probability: float,
-        cache_dir: str | None,
-    ):
-        self.indexed = indexed
-        boundaries = np.asarray(indexed.document_indices[document_range[0] : document_range[1] + 1])
-        lengths = np.asarray(indexed.lengths[boundaries[0] : boundaries[-1]])
+    def prepare_runs(self, *, max_tokens: int, min_sentences: int, short_probability: float) -> None:
+        """max_tokens: the longest text of a sample. min_sentences: 1, or 2 if a text has two segments. Documents with
+        fewer sentences are not used, and a run that would leave fewer sentences behind includes them. With
+        min_sentences = 1 a sequence longer than max_tokens is split into pieces of max_tokens, so that documents of one
+        sequence are used entirely. Each epoch uses every sentence once, in a different order.
+
+        Raises ValueError if no document has enough sentences.
+        """
+        begin, end = self.part
+        options = dict(max_tokens=max_tokens, min_sentences=min_sentences)
+        boundaries = np.asarray(self.indexed.document_indices[begin : end + 1])
+        lengths = np.asarray(self.indexed.lengths[boundaries[0] : boundaries[-1]])
         arrays = load_or_build(
-            cache_dir,
+            self.cache_dir,
             "sentences",
             {
                 "lengths": content_hash(lengths),
                 "boundaries": content_hash(boundaries),
-                "range": list(document_range),
-                "num_samples": num_samples,
-                "seed": seed,
-                "max_tokens": max_tokens,
-                "min_sentences": min_sentences,
+                "range": [begin, end],
+                "num_samples": self.num_samples,
+                "seed": self.seed,
                 "short_probability": short_probability,
+                **options,
             },
             lambda: build_runs(
-                lengths,
-                boundaries,
-                document_range[0],
-                num_samples,
-                seed,
-                max_tokens=max_tokens,
-                min_sentences=min_sentences,
-                short_probability=short_probability,
+                lengths, boundaries, begin, self.num_samples, self.seed, short_probability=short_probability, **options
             ),
         )
         # plain arrays over the maps: indexing an np.memmap costs several times more
@@ -74,8 +55,8 @@ class SentenceRuns:
         self.documents = np.asarray(arrays["documents"])
         if not len(self.documents):
             raise ValueError(
-                f"data.split: none of the documents {document_range[0]} to {document_range[1]} of {indexed.prefix} has "
-                f"{min_sentences} non-empty sentences, which a sample needs; "
+                f"data.split: none of the documents {begin} to {end} of {self.indexed.prefix} has {min_sentences} "
+                "non-empty sentences, which a sample needs; "
                 + ("write it with --split_sentences or use next_sentence=none, " if min_sentences > 1 else "")
                 + "give the split a larger share, or more data"
             )
@@ -84,7 +65,7 @@ class SentenceRuns:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def read(self, i: int) -> list[np.ndarray]:
+    def sentences(self, i: int) -> list[np.ndarray]:
         """Tokens of the non-empty sentences of run i, as stored."""
         first, offset, last, end = self.rows[i].tolist()
         if first == last:
@@ -97,7 +78,7 @@ class SentenceRuns:
         """Those that run i reads."""
         return range(self.rows[i, 0], self.rows[i, 2] + 1)
 
-    def read_elsewhere(self, i: int, num_tokens: int, rng: np.random.Generator) -> list[np.ndarray]:
+    def sentences_elsewhere(self, i: int, num_tokens: int, rng: np.random.Generator) -> list[np.ndarray]:
         """Consecutive sentences of a random document other than that of run i, until they reach `num_tokens`.
 
         They start at a random sentence and may end early, with the document. Needs two documents.
@@ -123,7 +104,7 @@ def build_runs(
     min_sentences: int,
     short_probability: float,
 ) -> dict[str, np.ndarray]:
-    """`rows`, `documents` and `tokens_per_epoch` of SentenceRuns.
+    """`rows`, `documents` and `tokens_per_epoch` of SentenceDataset.
 
     lengths int32 [sequences] of the split; boundaries int64 [documents + 1], sequence numbers in the whole file;
     first_document: number of the split's first document in the whole file.

@@ -15,9 +15,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from megajax.data.samples.dataset import Part, SampleDataset, TokenSource
+from megajax.data.samples.dataset import Part, TokenSource
 from megajax.data.samples.masking import Masking, choose_spans, pad, span_mask, trim
-from megajax.data.samples.sentence_runs import SentenceRuns
+from megajax.data.samples.sentence_runs import SentenceDataset
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class T5Format:
         return T5Dataset(indexed, part, num_samples, sequence_length, seed, self, cache_dir)
 
 
-class T5Dataset(SampleDataset[T5Format]):
+class T5Dataset(SentenceDataset[T5Format]):
     """A part is documents, which may be split into sentences or not. sequence_length: Te, the longest text and the
     length of the encoder; the decoder's is in the format.
 
@@ -64,28 +64,15 @@ class T5Dataset(SampleDataset[T5Format]):
                 f"sequence_length={self.sequence_length}, T5Format.decoder_length={form.decoder_length}: use at least "
                 "2 and 3, a span of one token"
             )
-        self.runs = SentenceRuns(
-            self.indexed,
-            self.part,
-            self.num_samples,
-            self.seed,
-            max_tokens=self.sequence_length,
-            min_sentences=1,
-            short_probability=0.0,
-            cache_dir=self.cache_dir,
-        )
-        self.tokens_per_epoch = self.runs.tokens_per_epoch
+        self.prepare_runs(max_tokens=self.sequence_length, min_sentences=1, short_probability=0.0)
         ids = np.arange(form.vocab_size)
         self._is_special = np.isin(ids, (form.bos_id, form.eos_id, form.pad_id))
         self._is_sentinel = np.isin(ids, form.sentinel_ids)
         self._sentinels = np.array(form.sentinel_ids, np.int32)
 
-    def __len__(self) -> int:
-        return len(self.runs)
-
     def sample(self, i: int) -> dict[str, np.ndarray]:
         form = self.sample_format
-        sentences = self.runs.read(i)
+        sentences = self.sentences(i)
         rng = np.random.default_rng([self.seed, i])
         text = self._text(i, sentences, rng)
         spans = self._spans(text, rng)
@@ -117,7 +104,7 @@ class T5Dataset(SampleDataset[T5Format]):
     def _text(self, i: int, sentences: list[np.ndarray], rng: np.random.Generator) -> np.ndarray:
         """int32, at most Te tokens, trimmed at both ends."""
         text = trim(np.concatenate(sentences), self.sequence_length, rng)
-        self.check_ids(text, self.sample_format.vocab_size, self.runs.sequences(i))
+        self.check_ids(text, self.sample_format.vocab_size, self.sequences(i))
         if self._is_sentinel[text].any():
             raise ValueError(
                 f"data.paths: {self.indexed.prefix}.bin holds the id {text[self._is_sentinel[text]][0]}, which is one "

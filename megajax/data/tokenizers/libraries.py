@@ -34,7 +34,7 @@ class FileTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(FileTokenizer):
-    """A SentencePiece model file. Exact for any text if the model was trained by `train_sentencepiece`.
+    """A SentencePiece model file. Exact for any text if the model was trained by `train_on_lines`.
 
     Its special tokens are the control pieces of the model. User-defined pieces are recognised in any text: the library
     cannot disable this. In `encode_template` the text after a special token is encoded as a separate text, with the

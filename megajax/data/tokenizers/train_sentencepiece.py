@@ -1,19 +1,10 @@
-"""Trains a SentencePiece tokenizer on lines of text, or on text files."""
+"""Trains a SentencePiece tokenizer on lines of text."""
 
 import io
-import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 
 # Enough text for a few thousand pieces; more only costs time.
 TRAIN_BYTES = 4_000_000
-
-
-def train_sentencepiece(files: Sequence[str], model_prefix: str, vocab_size: int) -> str:
-    """Trains on the text of UTF-8 files, at most TRAIN_BYTES, evenly from all files -> MODEL_PREFIX.model.
-
-    Raises ValueError if the text has fewer than vocab_size pieces.
-    """
-    return train_on_lines(_lines_of_files(files), model_prefix, vocab_size)
 
 
 def train_on_lines(lines: Iterable[str], model_prefix: str, vocab_size: int) -> str:
@@ -58,21 +49,3 @@ def train_on_lines(lines: Iterable[str], model_prefix: str, vocab_size: int) -> 
     with open(model_prefix + ".model", "wb") as file:
         file.write(model.getbuffer())
     return model_prefix + ".model"
-
-
-def _lines_of_files(files: Sequence[str]) -> Iterator[str]:
-    """Lines from the same fraction of every file, so that the first folder does not dominate the sample."""
-    total = sum(os.path.getsize(path) for path in files)
-    share = min(1.0, TRAIN_BYTES / max(total, 1))
-    for path in files:
-        with open(path, encoding="utf-8", errors="ignore", newline="") as file:
-            yield from _head(file, max(1, int(os.path.getsize(path) * share)))
-
-
-def _head(lines: Iterable[str], num_characters: int) -> Iterator[str]:
-    for line in lines:
-        if line.strip():
-            yield line.rstrip("\r\n")
-        num_characters -= len(line)
-        if num_characters <= 0:
-            return

@@ -8,11 +8,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megajax.inference.device.programs import Chooser, DecodeBatch, PrefillBatch
-from megajax.inference.scheduling.scheduler import Chunk, Decode, Prefill, Sequence
+from megajax.inference.device.programs import (
+    Chooser,
+    DecodeBatch,
+    HostChooser,
+    HostDecodeBatch,
+    HostPrefillBatch,
+    PrefillBatch,
+)
+from megajax.inference.scheduling.work import Chunk, Decode, Prefill, Sequence
 from megajax.inference.shapes import fitting
 from megajax.inference.shapes import sizes as sizes_between
-from megajax.inference.tokens.sampling import RowSampling, Sampling
+from megajax.inference.tokens.sampling import PROMPT_TOKEN, RowSampling, Sampling
 from megajax.layers.attention.kv_cache import PoolSizes
 
 MIN_CHUNK = 16  # tokens of the smallest prefill program
@@ -102,12 +109,12 @@ class Batches:
 
     # ------------------------------------------------------------------ decoding
 
-    def decode(self, work: Decode) -> tuple[DecodeBatch, Chooser]:
+    def decode(self, work: Decode) -> tuple[HostDecodeBatch, HostChooser]:
         """A row for each run, and for each token of its draft."""
         rows = [(run, offset) for run in work.runs for offset in range(1 + len(run.draft))]
         longest = max(len(run.sequence.pages) for run in work.runs)
         num_rows, num_pages = self.shapes.fitting_decode(len(rows), longest)
-        ints = np.zeros((3, num_rows), np.int32)
+        tokens_B, positions_B, ends_B = ints = np.zeros((3, num_rows), np.int32)
         table_BP = np.zeros((num_rows, num_pages), np.int32)
         for number, (run, offset) in enumerate(rows):
             sequence = run.sequence
@@ -115,16 +122,18 @@ class Batches:
             token = run.draft[offset - 1] if offset else newest
             ints[:, number] = (token, run.start + offset, run.start + run.count)
             table_BP[number, : len(sequence.pages)] = sequence.pages
-        return DecodeBatch(*ints, table_BP), self.chooser([run.sequence for run, _ in rows], num_rows)
+        return DecodeBatch(tokens_B, positions_B, ends_B, table_BP), self.chooser(
+            [run.sequence for run, _ in rows], num_rows
+        )
 
-    def empty_decode(self, num_rows: int, num_pages: int) -> tuple[DecodeBatch, Chooser]:
+    def empty_decode(self, num_rows: int, num_pages: int) -> tuple[HostDecodeBatch, HostChooser]:
         zeros = np.zeros(num_rows, np.int32)
         batch = DecodeBatch(zeros, zeros, zeros, np.zeros((num_rows, num_pages), np.int32))
         return batch, self.chooser([], num_rows)
 
     # ------------------------------------------------------------------ prompts
 
-    def prefill(self, work: Prefill) -> tuple[PrefillBatch, Chooser]:
+    def prefill(self, work: Prefill) -> tuple[HostPrefillBatch, HostChooser]:
         """The tokens of all chunks, one after the other."""
         num_tokens = sum(chunk.end - chunk.start for chunk in work.chunks)
         num_pages = sum(self._num_pages(chunk) for chunk in work.chunks)
@@ -143,14 +152,14 @@ class Batches:
         batch.lower_T[token:] = batch.upper_T[token:] = batch.upper_T[token - 1]
         return batch, self.chooser([chunk.sequence for chunk in last], self.shapes.num_chunks)
 
-    def empty_prefill(self, length: int, num_pages: int) -> tuple[PrefillBatch, Chooser]:
+    def empty_prefill(self, length: int, num_pages: int) -> tuple[HostPrefillBatch, HostChooser]:
         return self._padding(length, num_pages), self.chooser([], self.shapes.num_chunks)
 
     def _num_pages(self, chunk: Chunk) -> int:
         """Of its sequence up to its end."""
         return -(-chunk.end // self.sizes.page_size)
 
-    def _padding(self, length: int, num_pages: int) -> PrefillBatch:
+    def _padding(self, length: int, num_pages: int) -> HostPrefillBatch:
         def full(value: int = 0) -> np.ndarray:
             return np.full(length, value, np.int32)
 
@@ -158,7 +167,7 @@ class Batches:
         arrays = (full(), full(), full(no_slot), full(self.sizes.num_rows), full(), full(), full())
         return PrefillBatch(*arrays, np.zeros(num_pages, np.int32), np.zeros(self.shapes.num_chunks, np.int32))
 
-    def _fill(self, batch: PrefillBatch, chunk: Chunk, here: slice, first_page: int) -> None:
+    def _fill(self, batch: HostPrefillBatch, chunk: Chunk, here: slice, first_page: int) -> None:
         sequence = chunk.sequence
         size = self.sizes.page_size
         num_pages = self._num_pages(chunk)
@@ -176,7 +185,18 @@ class Batches:
 
     # ------------------------------------------------------------------ sampling
 
-    def chooser(self, sequences: Items[Sequence], num_rows: int) -> Chooser:
+    def penalties(self, sequence: Sequence) -> tuple[np.ndarray, np.ndarray]:
+        """What penalties and bias depend on: counts int32 and bias float32 [V], as in Rows."""
+        counts_V = np.zeros(self.vocab_size, np.int32)
+        prompt = sequence.request.prompt
+        counts_V[[token for token in prompt if token < self.vocab_size]] = PROMPT_TOKEN
+        np.add.at(counts_V, sequence.tokens[len(prompt) :], 1)
+        bias_V = np.zeros(self.vocab_size, np.float32)
+        for token, bias in sequence.request.sampling.logit_bias.items():
+            bias_V[token] = bias
+        return counts_V, bias_V
+
+    def chooser(self, sequences: Items[Sequence], num_rows: int) -> HostChooser:
         """One row per sequence, then padding."""
         padding = num_rows - len(sequences)
         settings = [sequence.request.sampling for sequence in sequences] + [Sampling(temperature=0.0)] * padding

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.inference.device import programs
 from megajax.inference.device.batches import Batches, Shapes
-from megajax.inference.device.programs import Chooser, DecodeBatch, Drawn, PrefillBatch, Rows
+from megajax.inference.device.programs import Chooser, Drawn, HostChooser, HostDecodeBatch, HostPrefillBatch, Rows
 from megajax.inference.device.warm_up import Compilation
 from megajax.inference.tokens.sampling import Logprobs
 from megajax.layers.attention.kv_cache import PoolSizes
@@ -123,14 +123,14 @@ class Executor:
 
     # ------------------------------------------------------------------ calls
 
-    def decode(self, params: dict, batch: DecodeBatch, chooser: Chooser, num_steps: int) -> Drawn:
+    def decode(self, params: dict, batch: HostDecodeBatch, chooser: HostChooser, num_steps: int) -> Drawn:
         """-> tokens [max_steps, B], of which the first num_steps count."""
         arguments = self._decode_arguments(params, batch, chooser, num_steps)
         self.caches, self._rows, drawn = self._program(self._decode, arguments)(*arguments)
         return drawn
 
     def prefill(
-        self, params: dict, batch: PrefillBatch, chooser: Chooser, wants_prompt: bool
+        self, params: dict, batch: HostPrefillBatch, chooser: HostChooser, wants_prompt: bool
     ) -> tuple[Drawn, Logprobs | None]:
         """-> (tokens [M], log-probabilities of the prompt tokens [T] if they are wanted)."""
         arguments = self._prefill_arguments(params, batch, chooser, wants_prompt)
@@ -163,13 +163,15 @@ class Executor:
     # NumPy arrays are arguments as they are: the call sends them to the devices, in a fraction of the time that
     # device_put takes (17 arrays: 0.2 ms instead of 1.5).
 
-    def _decode_arguments(self, params: dict, batch: DecodeBatch, chooser: Chooser, num_steps: int) -> tuple:
+    def _decode_arguments(self, params: dict, batch: HostDecodeBatch, chooser: HostChooser, num_steps: int) -> tuple:
         return params, self.caches, self._rows, batch, self._with_mask(chooser), np.int32(num_steps)
 
-    def _prefill_arguments(self, params: dict, batch: PrefillBatch, chooser: Chooser, wants_prompt: bool) -> tuple:
+    def _prefill_arguments(
+        self, params: dict, batch: HostPrefillBatch, chooser: HostChooser, wants_prompt: bool
+    ) -> tuple:
         return params, self.caches, self._rows, batch, self._with_mask(chooser), np.bool_(wants_prompt)
 
-    def _with_mask(self, chooser: Chooser) -> Chooser:
+    def _with_mask(self, chooser: HostChooser) -> Chooser:
         """A mask that allows everything is large, and goes to the device once."""
         if chooser.has_mask_B.any():
             return chooser

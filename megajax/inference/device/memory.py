@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from megajax.inference.config import ServingConfig
+from megajax.inference.config import ServingConfig, SettledConfig
 from megajax.layers.attention.kv_cache import PoolSizes
 from megajax.models.model import Model
 
@@ -16,7 +16,7 @@ ROWS_PER_KEPT_STATE = 4  # of sequences that run; the state of a sequence is as 
 PAGE_DTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 
 
-def pool_sizes(models: Sequence[Model], mesh: Mesh, serving: ServingConfig) -> list[PoolSizes]:
+def pool_sizes(models: Sequence[Model], mesh: Mesh, serving: SettledConfig) -> list[PoolSizes]:
     """The pools of the models of an engine (itself first, then a draft model), with the same pages: serving.num_pages,
     or as many as the free memory holds and max_rows can use.
 
@@ -80,7 +80,7 @@ def visible_tokens(models: Sequence[Model], pools: Sequence[PoolSizes]) -> int |
     pairs = zip(models, pools, strict=True)
     stacks = [model.config.paged_stacks(sizes, model.execution).values() for model, sizes in pairs]
     reaches = [getattr(layer, "reach", None) for of_model in stacks for stack in of_model for layer in stack]
-    return None if None in reaches else max(reaches)
+    return None if None in reaches else max(reach for reach in reaches if reach is not None)
 
 
 def _available_bytes(mesh: Mesh, memory_fraction: float) -> int:

@@ -7,18 +7,28 @@ stays on the device: a call can follow another one before the host has seen what
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from megajax.inference.tokens.sampling import Logprobs, RowSampling, unpacked
+from megajax.inference.tokens.sampling import A, Logprobs, RowSampling, unpacked
 from megajax.layers.attention.kv_cache import Places, PoolSizes
 from megajax.mesh.sharding import constrain
 from megajax.models.model import Model
 
 PIECE = 128  # prompt tokens whose logits exist at the same time
+
+
+class Generates(Protocol):
+    """What the engine asks of the module of a model (models/interface.py AnyModule)."""
+
+    def extend(self, batch: dict, caches: dict) -> tuple[jax.Array, dict]: ...
+    def logits(self, x_BTD: jax.Array) -> jax.Array: ...
+    def token_logits(self, h_BTD: jax.Array) -> jax.Array: ...
+    def guess(self, depth: int, x_BTD: jax.Array, batch: dict, caches: dict) -> tuple[jax.Array, dict]: ...
 
 
 class Rows(NamedTuple):
@@ -54,48 +64,53 @@ class Drawn(NamedTuple):
     """int32 [..., num_guesses]: the tokens that may follow each; None if the model guesses none."""
 
 
-class Chooser(NamedTuple):
+class Chooser(NamedTuple, Generic[A]):
     """How the next tokens are sampled."""
 
-    rows_B: jax.Array
-    sampling: RowSampling
-    mask_BW: jax.Array
+    rows_B: A
+    sampling: RowSampling[A]
+    mask_BW: A | jax.Array
     """uint32: allowed tokens, one bit each (sampling.py `unpacked`); rows without has_mask_B allow all."""
-    has_mask_B: jax.Array
+    has_mask_B: A
 
 
-class DecodeBatch(NamedTuple):
-    tokens_B: jax.Array
+class DecodeBatch(NamedTuple, Generic[A]):
+    tokens_B: A
     """int32: the newest token of each sequence; -1: the one that the device remembers."""
-    positions_B: jax.Array
+    positions_B: A
     """int32: its position."""
-    ends_B: jax.Array
+    ends_B: A
     """int32: positions from here on are not computed."""
-    table_BP: jax.Array
+    table_BP: A
 
 
-class PrefillBatch(NamedTuple):
+class PrefillBatch(NamedTuple, Generic[A]):
     """T tokens of up to M sequences, one after the other."""
 
-    tokens_T: jax.Array
-    positions_T: jax.Array
-    slots_T: jax.Array
-    rows_T: jax.Array
-    lower_T: jax.Array
-    upper_T: jax.Array
-    targets_T: jax.Array
+    tokens_T: A
+    positions_T: A
+    slots_T: A
+    rows_T: A
+    lower_T: A
+    upper_T: A
+    targets_T: A
     """int32: the token after each, whose log-probability is wanted."""
-    table_P: jax.Array
-    last_M: jax.Array
+    table_P: A
+    last_M: A
     """int32: index of the last token of a prompt."""
+
+
+HostChooser = Chooser[np.ndarray]
+HostDecodeBatch = DecodeBatch[np.ndarray]
+HostPrefillBatch = PrefillBatch[np.ndarray]
 
 
 def decode(
     model: Model, vocab_size: int, sizes: PoolSizes, max_steps: int, params: dict, caches: dict, rows: Rows,
-    batch: DecodeBatch, chooser: Chooser, num_steps: jax.Array
+    batch: DecodeBatch[jax.Array], chooser: Chooser[jax.Array], num_steps: jax.Array
 ) -> tuple[dict, Rows, Drawn]:  # fmt: skip
     """-> (caches, rows, Drawn with leading dims [max_steps, B], of which the first num_steps count)."""
-    module = model.module(params)
+    module = cast(Generates, model.module(params))  # what check_generates says of the config
     batch_size = batch.positions_B.shape[0]
     wants_logprobs = jnp.any(chooser.sampling.has_logprobs_B)
 
@@ -138,14 +153,14 @@ def decode(
 
 
 def prefill(
-    model: Model, vocab_size: int, sizes: PoolSizes, params: dict, caches: dict, rows: Rows, batch: PrefillBatch,
-    chooser: Chooser, wants_prompt: jax.Array
+    model: Model, vocab_size: int, sizes: PoolSizes, params: dict, caches: dict, rows: Rows,
+    batch: PrefillBatch[jax.Array], chooser: Chooser[jax.Array], wants_prompt: jax.Array
 ) -> tuple[dict, Rows, Drawn, Logprobs]:  # fmt: skip
     """-> (caches, rows, Drawn [M], Logprobs of targets_T).
 
     wants_prompt: bool scalar; False: the last are zeros, at no cost.
     """
-    module = model.module(params)
+    module = cast(Generates, model.module(params))  # what check_generates says of the config
     arrays = (batch.slots_T, batch.positions_T, batch.rows_T)
     slots, positions, row_numbers = (a[None] for a in arrays)
     places = Places(slots, positions, row_numbers, batch.table_P[None], batch.lower_T[None], batch.upper_T[None])
@@ -173,7 +188,7 @@ def prefill(
     return caches, rows, _replicated(drawn), _replicated(of_prompt)
 
 
-def _prompt_logprobs(module, x_TD: jax.Array, vocab_size: int, targets_T: jax.Array) -> Logprobs:
+def _prompt_logprobs(module: Generates, x_TD: jax.Array, vocab_size: int, targets_T: jax.Array) -> Logprobs:
     length = x_TD.shape[0]
     piece = math.gcd(PIECE, length)
 
@@ -187,7 +202,10 @@ def _prompt_logprobs(module, x_TD: jax.Array, vocab_size: int, targets_T: jax.Ar
     return jax.tree.map(lambda a: a.reshape(length, *a.shape[2:]), found)
 
 
-def _choose(module, x_B1D, vocab_size, positions_B, rows: Rows, chooser: Chooser, wants_logprobs):
+def _choose(
+    module: Generates, x_B1D: jax.Array, vocab_size: int, positions_B: jax.Array, rows: Rows,
+    chooser: Chooser[jax.Array], wants_logprobs: jax.Array
+) -> tuple[Drawn, Rows]:  # fmt: skip
     """Samples the tokens at positions_B -> (Drawn [B], rows that include them)."""
     sampling = chooser.sampling
     raw_BV = _logits(module, x_B1D, vocab_size)
@@ -219,8 +237,8 @@ def _follows(rows_N: jax.Array, positions_N: jax.Array) -> jax.Array:
 
 
 def _guess(
-    module, sizes: PoolSizes, vocab_size: int, x_BTD: jax.Array, inputs: dict, follows_N: jax.Array, last_M: jax.Array,
-    sampling: RowSampling, caches: dict
+    module: Generates, sizes: PoolSizes, vocab_size: int, x_BTD: jax.Array, inputs: dict, follows_N: jax.Array,
+    last_M: jax.Array, sampling: RowSampling[jax.Array], caches: dict
 ) -> tuple[jax.Array, dict]:  # fmt: skip
     """The tokens that may come after the next token of each sequence -> (int32 [M, num_guesses], caches).
 
@@ -243,7 +261,7 @@ def _guess(
     return jnp.stack(found, -1), caches
 
 
-def _coupled(logits_BV: jax.Array, positions_B: jax.Array, sampling: RowSampling) -> jax.Array:
+def _coupled(logits_BV: jax.Array, positions_B: jax.Array, sampling: RowSampling[jax.Array]) -> jax.Array:
     """Guesses int32 [B] of the tokens at these positions, with the random numbers of these tokens: then the two are
     more often equal (inference/draft.py)."""
     return jax.lax.cond(
@@ -253,7 +271,7 @@ def _coupled(logits_BV: jax.Array, positions_B: jax.Array, sampling: RowSampling
     )
 
 
-def _logits(module, x_B1D: jax.Array, vocab_size: int) -> jax.Array:
+def _logits(module: Generates, x_B1D: jax.Array, vocab_size: int) -> jax.Array:
     """float32 [B, V], only of ids that the tokenizer has."""
     return _finished(module.logits(x_B1D), vocab_size)
 

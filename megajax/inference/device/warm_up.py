@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -54,3 +54,16 @@ class Counter:
                     logger.info("compiled %d of %d programs in %.1f s", self._done, self._total, seconds)
 
         return compile_and_count
+
+
+def staged(shapes: Sequence[Shapes], compilations: Sequence[Sequence[Mapping[tuple, Compilation]]]) -> list[Stage]:
+    """A stage for each of the shapes, with the programs that none before has. compilations: for each of the shapes,
+    those of each executor, by what tells them apart."""
+    counter = Counter()
+    seen = set()
+    found = []
+    for of_shapes, of_executors in zip(shapes, compilations, strict=True):
+        named = {(number, key): made for number, each in enumerate(of_executors) for key, made in each.items()}
+        found.append(Stage(of_shapes, [counter.counted(made) for name, made in named.items() if name not in seen]))
+        seen |= named.keys()
+    return found

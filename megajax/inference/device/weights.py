@@ -26,7 +26,7 @@ from megajax.inference.config import WeightDtype
 from megajax.mesh.sharding import weight_spec
 from megajax.models.model import Model
 from megajax.parameters import Parameter, PerLayer, is_per_layer, name_of
-from megajax.quantization.weights import DTYPES, QuantizedWeight, WeightFormat, is_quantized
+from megajax.quantization.weights import Inputs, QuantizedWeight, WeightFormat, is_quantized
 from megajax.training.reporting.console import format_bytes, format_count, format_seconds
 from megajax.weights.sources import Source
 
@@ -35,7 +35,7 @@ logger = logging.getLogger("megajax")
 READERS = 8  # threads; each holds an array of a layer on the host
 LOG_SECONDS = 10.0  # between lines that say how much is loaded
 
-FORMATS = {dtype: WeightFormat(dtype, "unchanged") for dtype in DTYPES}
+FORMATS = {"int8": WeightFormat("int8", "unchanged"), "float8": WeightFormat("float8", "unchanged")}
 
 
 def serving_weights(model: Model, params: dict, weights: WeightDtype, mesh: Mesh) -> dict:
@@ -122,7 +122,9 @@ class _Loader:
         with ThreadPoolExecutor(READERS) as readers:
             for part, array in _read_ahead(readers, functools.partial(self._read, places=places), parts):
                 wanted = opened[part.name].digest
-                sums[part.name].append(self._checked(part, array, wanted is not None))
+                found_sum = self._checked(part, array, wanted is not None)
+                if found_sum is not None:
+                    sums[part.name].append(found_sum)
                 if wanted is not None and len(sums[part.name]) == len(opened[part.name].parts):
                     self._compare(part.name, sums[part.name], wanted)
                 convert = functools.partial(self._converted, part)
@@ -159,7 +161,9 @@ class _Loader:
         return places
 
     def _layers(self, name: str) -> list[int]:
-        return self._model.layer_rows[stack_of(name, self._model.layer_rows)].tolist()
+        rows = self._model.layer_rows
+        stack = stack_of(name, rows)
+        return [] if stack is None else rows[stack].tolist()
 
     def _read(self, part: _Part, places: dict) -> jax.Array | QuantizedWeight:
         """On the devices, as it is stored. Called by several threads."""
@@ -189,7 +193,7 @@ class _Loader:
             raise ValueError(f"{self._source} is damaged: {name} is not what was saved; use another step")
 
     def _converted(self, part: _Part, array: jax.Array | QuantizedWeight) -> jax.Array | QuantizedWeight:
-        if is_quantized(array):
+        if isinstance(array, QuantizedWeight):
             if self._format is None:
                 return array
             return dataclasses.replace(array, input_scale=None, inputs=self._format.inputs)
@@ -211,14 +215,15 @@ class _Loader:
     def log(self, params: dict) -> None:
         seconds = time.perf_counter() - self._start
         logger.info("loaded %s: %s in %s", self._source, format_bytes(self._num_bytes), format_seconds(seconds))
-        if self._format is None and self._stored_format is None:
+        format = self._format or self._stored_format
+        if format is None:
             return
         leaves = jax.tree.leaves(params, is_leaf=is_quantized)
-        dtype = (self._format or self._stored_format).dtype
+        dtype = format.dtype
         rounded = sum(leaf.values.size for leaf in leaves if is_quantized(leaf))
         whole = sum(leaf.values.size if is_quantized(leaf) else leaf.size for leaf in leaves)
         logger.info("%s of %s parameters are in %s", format_count(rounded), format_count(whole), dtype)
-        if self._format is None and self._stored_format.inputs != "unchanged":
+        if self._format is None and format.inputs != "unchanged":
             logger.info(
                 "weight_dtype=auto: the inputs of products are rounded to %s, as the folder says; weight_dtype=%s "
                 "leaves them in %s, which decodes faster", dtype, dtype, self._model.precision.compute,
@@ -268,8 +273,9 @@ def _put(stored: PiecewiseArray, sharding: NamedSharding) -> jax.Array:
     inverse = tuple(map(order.index, axes))
     spec = (*sharding.spec, *[None] * (len(axes) - len(sharding.spec)))
 
-    def read(index: tuple[slice, ...]) -> np.ndarray:
-        part = stored.read(tuple(index[axis] for axis in inverse))
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        places = index or ()
+        part = stored.read(tuple(places[axis] for axis in inverse))
         return np.asarray(part.transpose(order), order="C")
 
     shape = tuple(stored.shape[axis] for axis in order)
@@ -304,12 +310,12 @@ def _quantizer(record: Parameter, format: WeightFormat, mesh: Mesh):
     return jax.jit(of, out_shardings=_shardings(record, format.inputs, mesh))
 
 
-def _shardings(record: Parameter, inputs: str, mesh: Mesh) -> QuantizedWeight:
+def _shardings(record: Parameter, inputs: Inputs, mesh: Mesh) -> QuantizedWeight:
     """Of the values, the scale and the input scale of a matrix with this record."""
     spec = tuple(weight_spec(record.axes))
     outputs = spec[record.num_inputs :]
 
-    def over(*entries) -> NamedSharding:
+    def over(*entries) -> Any:  # a sharding in the place of its array
         return NamedSharding(mesh, P(*entries))
 
     of_input = over() if inputs == "static" else None

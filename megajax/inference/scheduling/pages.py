@@ -19,7 +19,8 @@ class PagePool:
         self.page_size = page_size
         self.caches_prefixes = caches_prefixes
         self._users = [0] * num_pages
-        self._digest_of: list[bytes | None] = [None] * num_pages
+        self._digest_of: dict[int, bytes] = {}
+        """Of the pages whose contents are known."""
         self._page_of: dict[bytes, int] = {}
         self._unknown = list(range(num_pages - 1, -1, -1))
         """Pages without users and without known contents."""
@@ -34,10 +35,8 @@ class PagePool:
     def num_used(self) -> int:
         return self.num_pages - self.num_free
 
-    def allocate(self, count: int) -> list[int] | None:
-        """Pages with one user each, or None if there are not enough."""
-        if count > self.num_free:
-            return None
+    def allocate(self, count: int) -> list[int]:
+        """Pages with one user each. Raises KeyError for more than num_free."""
         return [self._take() for _ in range(count)]
 
     def _take(self) -> int:
@@ -69,16 +68,16 @@ class PagePool:
         """Makes the whole pages of these tokens known, from page `first` on. Pages whose contents are known already are
         skipped."""
         count = min(len(tokens) // self.page_size, len(pages))
-        if count <= first or self._digest_of[pages[count - 1]] is not None:
+        if count <= first or pages[count - 1] in self._digest_of:
             return
         for number, digest in enumerate(self._digests(tokens, count)):
             page = pages[number]
-            if number >= first and self._digest_of[page] is None and digest not in self._page_of:
+            if number >= first and page not in self._digest_of and digest not in self._page_of:
                 self._digest_of[page] = digest
                 self._page_of[digest] = page
 
-    def digest(self, page: int) -> bytes | None:
-        """Hash of the tokens up to the end of a page, if its contents are known."""
+    def digest(self, page: int) -> bytes:
+        """Hash of the tokens up to the end of a page whose contents are known."""
         return self._digest_of[page]
 
     def release(self, pages: Sequence[int]) -> None:
@@ -88,7 +87,7 @@ class PagePool:
             self._users[page] -= 1
             if self._users[page]:
                 continue
-            if self._digest_of[page] is None:
+            if page not in self._digest_of:
                 self._unknown.append(page)
             else:
                 self._unused[page] = None
@@ -101,10 +100,9 @@ class PagePool:
         self._unused.clear()
 
     def _forget(self, page: int) -> None:
-        digest = self._digest_of[page]
+        digest = self._digest_of.pop(page, None)
         if digest is not None:
             del self._page_of[digest]
-            self._digest_of[page] = None
 
     def _digests(self, tokens: Sequence[int], count: int):
         """Of the first `count` pages: each depends on all tokens up to its end."""

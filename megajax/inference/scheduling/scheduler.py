@@ -9,179 +9,27 @@ The device is one call ahead of what the host knows: `num_pending` tokens of a s
 length matters here, so that the next call can be prepared meanwhile.
 """
 
-import dataclasses
-import itertools
-import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 from megajax.inference.scheduling.pages import KeptStates, PagePool
-from megajax.inference.scheduling.waiting import Owner, WaitingLine
-from megajax.inference.tokens.grammar import Matcher
-from megajax.inference.tokens.sampling import Sampling, TokenLogprobs
-from megajax.inference.tokens.speculation import PromptLookup
-
-_ids = itertools.count()
-
-
-@dataclasses.dataclass(eq=False)
-class Request:
-    prompt: list[int]
-    sampling: Sampling
-    id: int = dataclasses.field(default_factory=lambda: next(_ids))
-    arrival: float = dataclasses.field(default_factory=time.monotonic)
-    """time.monotonic() when it was submitted."""
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    """Of the prompt tokens after the first, if sampling.prompt_logprobs asks for them; complete with the first
-    Output."""
-    num_cached: int = 0
-    """Prompt tokens of the first sample that were found in the prefix cache."""
-    sequences: "list[Sequence]" = dataclasses.field(default_factory=list, repr=False)
-    """Its n samples."""
-    owner: Owner = Owner()
-
-    @property
-    def is_finished(self) -> bool:
-        return all(sequence.is_finished for sequence in self.sequences)
-
-
-class Border(NamedTuple):
-    """The end of the last page that a sequence has in common with an earlier one."""
-
-    position: int
-    """Number of tokens up to there."""
-    digest: bytes
-
-
-@dataclasses.dataclass(eq=False)
-class Sequence:
-    """One sample of a request."""
-
-    request: Request
-    index: int
-    tokens: list[int]
-    """Prompt and generated tokens that the host knows."""
-    limit: int
-    """Maximum length in tokens."""
-    row: int | None = None
-    """Its row in the arrays of the device while it runs."""
-    pages: list[int] = dataclasses.field(default_factory=list)
-    num_released: int = 0
-    """Of these pages, the first ones that it has given back, because no layer reads them any more."""
-    num_written: int = 0
-    """Tokens whose keys and values are in pages, or will be after the calls that are under way."""
-    num_to_prefill: int = 0
-    """Length when it was admitted: all these tokens are computed before it decodes."""
-    num_pending: int = 0
-    """Tokens that calls under way generate."""
-    num_drafted: int = 0
-    """Tokens whose keys and values of the draft model, if there is one, are in pages."""
-    is_finished: bool = False
-    shares_pages: bool = True
-    """Whether its pages may enter the prefix cache: not if they were computed with other parameters."""
-    border: Border | None = None
-    """Where its state is to be kept; None: nowhere."""
-    matcher: Matcher | None = None
-    """Which tokens may follow, if the text must follow a schema or a regular expression."""
-    lookup: PromptLookup = dataclasses.field(default_factory=PromptLookup, repr=False)
-    guesses: tuple[int, ...] = ()
-    """The tokens that may follow the newest one, guessed by layers of the model in the call that generated it."""
-
-    @property
-    def owner(self) -> Owner:
-        return self.request.owner
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens) + self.num_pending
-
-    @property
-    def is_prefilling(self) -> bool:
-        return self.num_written < self.num_to_prefill
-
-    @property
-    def is_decoding(self) -> bool:
-        return not self.is_prefilling and self.length < self.limit
-
-    @property
-    def wants_prompt_logprobs(self) -> bool:
-        """The first sample of a request computes them for all."""
-        return self.request.prompt_logprobs is not None and self.index == 0
-
-
-class Chunk(NamedTuple):
-    """Tokens start <= i < end of a sequence; the last chunk of a prompt also samples the token that follows."""
-
-    sequence: Sequence
-    start: int
-    end: int
-
-    @property
-    def is_last(self) -> bool:
-        return self.end == self.sequence.num_to_prefill
-
-
-class Copy(NamedTuple):
-    """Of the state of a sequence: from its row to a slot of the kept states, or back."""
-
-    row: int
-    slot: int
-
-
-class Prefill(NamedTuple):
-    chunks: list[Chunk]
-    restored: Items[Copy] = ()
-    """Before the chunks are computed, from the kept states."""
-    kept: Items[Copy] = ()
-    """After they are computed, to the kept states, in this order: a later one may replace an earlier one."""
-
-
-class Run(NamedTuple):
-    """The next tokens of a sequence."""
-
-    sequence: Sequence
-    start: int
-    """Position of its newest token, which is computed first."""
-    count: int
-    """Tokens that it gets; with a draft, at most."""
-    draft: tuple[int, ...] = ()
-    """Guesses of the tokens that follow the newest one; computed in the same step to see whether they are right."""
-
-
-Guesses = dict[Sequence, tuple[int, ...]]
-"""The tokens that may follow the newest one of each sequence."""
-
-
-Guess = Callable[[dict[Sequence, int], int], Guesses]
-
-
-def look_up(most: dict[Sequence, int], total: int) -> Guesses:
-    """Guesses by prompt lookup: up to the given number of tokens for each sequence, and `total` for all."""
-    drafts = {}
-    for sequence, count in most.items():
-        drafts[sequence] = sequence.lookup.guess(sequence.tokens, min(count, total))
-        total -= len(drafts[sequence])
-    return drafts
-
-
-def guessed_before(most: dict[Sequence, int], total: int) -> Guesses:
-    """As `look_up`, by layers of the model."""
-    drafts = {}
-    for sequence, count in most.items():
-        drafts[sequence] = sequence.guesses[: min(count, total)]
-        total -= len(drafts[sequence])
-    return drafts
-
-
-class Decode(NamedTuple):
-    runs: list[Run]
-    num_steps: int
-
-
-class Wait(NamedTuple):
-    """Nothing can be scheduled before the results of earlier calls are known."""
+from megajax.inference.scheduling.waiting import WaitingLine
+from megajax.inference.scheduling.work import (
+    NO_ROW,
+    Border,
+    Chunk,
+    Copy,
+    Decode,
+    Guess,
+    Guesses,
+    Prefill,
+    Run,
+    Sequence,
+    Wait,
+    look_up,
+)
 
 
 class Limits(NamedTuple):
@@ -216,7 +64,7 @@ class Scheduler:
         self._guess = guess
         self._has_draft_model = has_draft_model
         self.pool = pool
-        self.waiting = WaitingLine()
+        self.waiting: WaitingLine[Sequence] = WaitingLine()
         self.running: list[Sequence] = []
         """In the order of admission; the last one is the first to be preempted."""
         self.num_preemptions = 0
@@ -258,21 +106,14 @@ class Scheduler:
     # ------------------------------------------------------------------ prompts
 
     def _prefill(self, chunks: list[Chunk]) -> Prefill:
-        if self._states is None:
+        states = self._states
+        if states is None:
             return Prefill(chunks)
         restored = self._restored
         self._restored = []
         # Sequences of this call have been admitted already: only those of later calls find these states.
-        kept = [copy for copy in map(self._kept, chunks) if copy is not None]
+        kept = [copy for chunk in chunks if (copy := _kept(chunk, states)) is not None]
         return Prefill(chunks, restored, kept)
-
-    def _kept(self, chunk: Chunk) -> Copy | None:
-        """Where the state at the end of a chunk goes, if it is to be kept."""
-        sequence = chunk.sequence
-        if sequence.border is None or chunk.end != sequence.border.position or not sequence.shares_pages:
-            return None
-        slot = self._states.keep(sequence.border.digest)
-        return None if slot is None else Copy(sequence.row, slot)
 
     def _chunks(self) -> list[Chunk]:
         chunks: list[Chunk] = []
@@ -292,7 +133,7 @@ class Scheduler:
                 break
         return chunks
 
-    def _prefilling(self):
+    def _prefilling(self) -> Iterator[Sequence]:
         yield from [sequence for sequence in self.running if sequence.is_prefilling]
         while self.waiting and self._admit(self.waiting.first):
             yield self.running[-1]
@@ -363,7 +204,7 @@ class Scheduler:
         border = None
         slot = None
         if self._states is not None and shared:
-            shared, slot, border = self._with_state(shared)
+            shared, slot, border = self._with_state(shared, self._states)
         missing = -(-len(sequence.tokens) // self.pool.page_size) - len(shared)
         reserve = len(self.running)  # each running sequence soon needs one more page
         if missing + reserve > self.pool.num_free and self.running or missing > self.pool.num_free:
@@ -388,14 +229,14 @@ class Scheduler:
             sequence.request.num_cached = sequence.num_written
         return True
 
-    def _with_state(self, known: list[int]) -> tuple[list[int], int | None, Border | None]:
+    def _with_state(self, known: list[int], states: KeptStates) -> tuple[list[int], int | None, Border | None]:
         """known: pages of the beginning -> (those up to the last kept state, its slot, and where to keep another state
         if more pages are known).
 
         That two prompts begin the same way is the reason to keep a state: the second one computes it, at the end of
         what both have, and later ones continue from there.
         """
-        count, slot = self._states.longest([self.pool.digest(page) for page in known])
+        count, slot = states.longest([self.pool.digest(page) for page in known])
         border = None
         if count < len(known):
             border = Border(len(known) * self.pool.page_size, self.pool.digest(known[-1]))
@@ -467,7 +308,7 @@ class Scheduler:
         if sequence.is_finished:
             return
         sequence.is_finished = True
-        if sequence.row is None:
+        if sequence.row == NO_ROW:
             self.waiting.remove(sequence)
         else:
             self._leave(sequence)
@@ -480,6 +321,15 @@ class Scheduler:
         self.waiting.left(sequence)
         sequence.pages = []
         sequence.num_released = 0
-        sequence.row = None
+        sequence.row = NO_ROW
         sequence.num_written = 0
         sequence.num_pending = 0
+
+
+def _kept(chunk: Chunk, states: KeptStates) -> Copy | None:
+    """Where the state at the end of a chunk goes, if it is to be kept."""
+    sequence = chunk.sequence
+    if sequence.border is None or chunk.end != sequence.border.position or not sequence.shares_pages:
+        return None
+    slot = states.keep(sequence.border.digest)
+    return None if slot is None else Copy(sequence.row, slot)

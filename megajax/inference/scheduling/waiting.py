@@ -6,7 +6,7 @@ turns. So a request gets a second row when every other one that waits has a firs
 
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 
 class Owner(NamedTuple):
@@ -18,7 +18,11 @@ class Owner(NamedTuple):
 
 
 class Owned(Protocol):
-    owner: Owner
+    @property
+    def owner(self) -> Owner: ...
+
+
+S = TypeVar("S", bound=Owned)
 
 
 class _Turns:
@@ -66,7 +70,7 @@ class _Turns:
             del self.num_running[key]
 
 
-class WaitingLine:
+class WaitingLine(Generic[S]):
     """Every operation takes a time that does not depend on how many wait."""
 
     def __init__(self):
@@ -77,24 +81,24 @@ class WaitingLine:
     def __len__(self) -> int:
         return self._count
 
-    def __iadd__(self, sequences: Iterable[Owned]) -> "WaitingLine":
+    def __iadd__(self, sequences: Iterable[S]) -> "WaitingLine[S]":
         for sequence in sequences:
             self._of_request(sequence)[sequence] = None
             self._count += 1
         return self
 
-    def put_back(self, sequence: Owned) -> None:
+    def put_back(self, sequence: S) -> None:
         """Before the others of its request."""
         self += [sequence]
         self._of_request(sequence).move_to_end(sequence, last=False)
 
-    def _of_request(self, sequence: Owned) -> OrderedDict[Owned, None]:
+    def _of_request(self, sequence: S) -> OrderedDict[S, None]:
         client, request = sequence.owner
         requests = self._requests.setdefault(client, _Turns())
         return self._clients.get(client, requests).get(request, OrderedDict())
 
     @property
-    def first(self) -> Owned:
+    def first(self) -> S:
         return next(iter(self._clients.first.first))
 
     def runs(self, client: Hashable) -> bool:
@@ -110,16 +114,16 @@ class WaitingLine:
         requests = self._requests[client]
         return not requests.num_running[request] and requests.num_shared > 0
 
-    def admit(self, sequence: Owned) -> None:
+    def admit(self, sequence: S) -> None:
         """A sequence that waits runs from now on."""
         self.remove(sequence)
         self._count_running(sequence, 1)
 
-    def left(self, sequence: Owned) -> None:
+    def left(self, sequence: S) -> None:
         """A sequence does not run any more."""
         self._count_running(sequence, -1)
 
-    def _count_running(self, sequence: Owned, change: int) -> None:
+    def _count_running(self, sequence: S, change: int) -> None:
         client, request = sequence.owner
         requests = self._requests.setdefault(client, _Turns())
         requests.count(request, change)
@@ -127,7 +131,7 @@ class WaitingLine:
         if not requests:
             del self._requests[client]
 
-    def remove(self, sequence: Owned) -> None:
+    def remove(self, sequence: S) -> None:
         """A sequence does not wait any more."""
         client, request = sequence.owner
         sequences = self._of_request(sequence)

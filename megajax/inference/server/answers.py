@@ -171,7 +171,7 @@ class CompletionAnswer(Answer):
             "text_offset": offsets,
         }
 
-    def _top(self, entry: TokenLogprobs, count: int) -> dict[str, float]:
+    def _top(self, entry: TokenLogprobs, count: int | None) -> dict[str, float]:
         """The most likely tokens and the chosen one. Of tokens with the same text, the most likely one counts."""
         found = {}
         for token, logprob in [*entry.top[:count], (entry.token, entry.logprob)]:
@@ -205,6 +205,7 @@ class ChatAnswer(Answer):
                 self._entry(entry.token, entry.logprob)
                 | {"top_logprobs": [self._entry(*each) for each in entry.top[:count]]}
                 for entry in piece.logprobs
+                if entry is not None
             ]
             logprobs = {"content": content, "refusal": None}
         return {"logprobs": logprobs, "finish_reason": piece.finish_reason}

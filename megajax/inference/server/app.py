@@ -9,45 +9,39 @@ import dataclasses
 import functools
 import hmac
 import importlib.resources
-import ipaddress
 import time
-import urllib.parse
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import prometheus_client
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megajax.data.tokenizers.chat_template import ChatTemplate
 from megajax.data.tokenizers.tokenizer import configured_tokens, longest_token
 from megajax.inference.engine import Engine
 from megajax.inference.load import OpenedModel
 from megajax.inference.server import protocol
-from megajax.inference.server.answers import Answer, ChatAnswer, CompletionAnswer, TokenTexts, as_event, error_body
+from megajax.inference.server.answers import ChatAnswer, CompletionAnswer, TokenTexts
 from megajax.inference.server.config import ServerConfig
-from megajax.inference.server.engine_thread import Generation, NotReady, Overloaded
+from megajax.inference.server.engine_thread import Generation
 from megajax.inference.server.metrics import Metrics
 from megajax.inference.server.protocol import Refused, parse, refusing_values
+from megajax.inference.server.refusals import HANDLED, Gate, refusal
 from megajax.inference.server.replicas import Replicas
 from megajax.inference.server.request_log import RequestLog
+from megajax.inference.server.streams import answered, unless_disconnected
 from megajax.inference.tokens.sampling import Sampling
 from megajax.weights.sources import Source, open_source
 
-RETRY_AFTER_SECONDS = 1
-CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody reads it
 # Work on more characters than this is done one after the other, so that it does not keep short requests waiting.
 LONG_WORK = 1 << 14
 # After reading a long body, which nothing can interrupt, the server does other things for this many times as long.
 PAUSE = 3
-TIMED_OUT = "the request took longer than the server allows (request_timeout_seconds); ask for fewer tokens"
 # The page needs nothing from elsewhere, and what a model writes must not be able to fetch anything.
 PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
@@ -79,17 +73,18 @@ class Server:
     ):
         self.config = config
         engine = self.engine = engines[0]
+        self.tokenizer = engine.text_tokenizer
         self.template = template
         self.metrics = Metrics(config.model_name, lambda: self.replicas.stats)
         self.replicas = Replicas(engines, config.max_requests, self.metrics, on_failure)
-        self._texts = TokenTexts(engine.tokenizer)
+        self._texts = TokenTexts(self.tokenizer)
         self._keys = [key.encode() for key in config.api_keys]
         # an end without a name gets one
-        self._named_tokens = {"<|endoftext|>": engine.tokenizer.eod_id, **engine.tokenizer.special_tokens}
+        self._named_tokens = {"<|endoftext|>": self.tokenizer.eod_id, **self.tokenizer.special_tokens}
         self._loading = asyncio.Lock()  # one at a time
         self._created = int(time.time())
         self._max_length = engine.room_for_prompt(0)
-        self._max_characters = self._max_length * longest_token(engine.tokenizer)
+        self._max_characters = self._max_length * longest_token(self.tokenizer)
         self._long_work = ThreadPoolExecutor(1, "long work")
         get = functools.partial(Route, methods=["GET"])
         post = functools.partial(Route, methods=["POST"])
@@ -108,11 +103,8 @@ class Server:
                 post("/tokenize", self._guarded(self._timed(self.tokenize))),
                 post("/detokenize", self._guarded(self._timed(self.detokenize))),
             ],
-            middleware=[*log, Middleware(_Gate, host=config.host)],
-            exception_handlers={
-                Refused: _refused, NotReady: _not_ready, Overloaded: _overloaded, TimeoutError: _timed_out,
-                ClientDisconnect: _disconnected_early, HTTPException: _http_error, Exception: _failed,
-            },
+            middleware=[*log, Middleware(Gate, host=config.host)],
+            exception_handlers=dict.fromkeys(HANDLED, refusal),
             lifespan=self._lifespan,
         )  # fmt: skip
         self.app.state.is_ready = lambda: self.replicas.is_ready
@@ -143,7 +135,7 @@ class Server:
             async with asyncio.timeout(self.config.request_timeout_seconds) as timeout:
                 request.state.deadline = timeout.when()
                 body = await self._body(request)
-                return await _unless_disconnected(request, endpoint(request, body))
+                return await unless_disconnected(request, endpoint(request, body))
 
         return timed
 
@@ -195,7 +187,7 @@ class Server:
         echoed = [self._text(prompt) for prompt in body.prompt] if body.echo else None
         has_tokens = bool(body.return_token_ids)
         answer = CompletionAnswer(generation, self.config.model_name, self._texts, has_tokens, echoed)
-        return await _answer(generation, answer, body)
+        return await answered(generation, answer, body)
 
     async def chat(self, request: Request, content: bytes) -> Response:
         body = await self._parse(protocol.ChatRequest, content)
@@ -207,7 +199,7 @@ class Server:
         sampling = body.sampling(self.config.sampling, max_tokens, logprobs)
         generation = await self._start(request, [prompt], sampling)
         answer = ChatAnswer(generation, self.config.model_name, self._texts, bool(body.return_token_ids))
-        return await _answer(generation, answer, body)
+        return await answered(generation, answer, body)
 
     async def _start(self, request: Request, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
         with refusing_values():
@@ -230,7 +222,7 @@ class Server:
             )
 
     def _text(self, prompt: str | list[int]) -> str:
-        return prompt if isinstance(prompt, str) else self.engine.tokenizer.decode(prompt)
+        return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
 
     async def _render(
         self, size: int, messages: list[dict], tools: list[dict] | None, add_generation_prompt: bool
@@ -246,7 +238,7 @@ class Server:
         render = functools.partial(self.template.render, tools=tools, add_generation_prompt=add_generation_prompt)
         text = await self._work(size, render, messages)
         self._check_characters(len(text), "messages")
-        return await self._work(len(text), self.engine.tokenizer.encode_template, text)
+        return await self._work(len(text), self.tokenizer.encode_template, text)
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self.config.model_name):
@@ -259,28 +251,28 @@ class Server:
         self._check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise Refused(400, "give prompt or messages", "prompt")
-        if body.messages is not None:
-            tokens = await self._render(len(content), body.messages, body.tools, body.add_generation_prompt)
+        if body.prompt is None:
+            tokens = await self._render(len(content), body.messages or [], body.tools, body.add_generation_prompt)
         elif body.prompt in self._named_tokens:  # how clients ask for the ids of the beginning and the end
             tokens = [self._named_tokens[body.prompt]]
         else:
             is_start = body.add_special_tokens and body.prompt
-            encode = self.engine.encode if is_start else self.engine.tokenizer.encode
+            encode = self.engine.encode if is_start else self.tokenizer.encode
             tokens = await self._work(len(body.prompt), encode, body.prompt)
         return JSONResponse({"count": len(tokens), "max_model_len": self._max_length, "tokens": tokens})
 
     async def detokenize(self, request: Request, content: bytes) -> Response:
         body = await self._parse(protocol.DetokenizeRequest, content)
         self._check_model(body.model)
-        vocab_size = self.engine.tokenizer.vocab_size
+        vocab_size = self.tokenizer.vocab_size
         if max(body.tokens, default=0) >= vocab_size:
             raise Refused(400, f"tokens={max(body.tokens)} must be below the vocabulary size {vocab_size}", "tokens")
-        text = await self._work(len(content), self.engine.tokenizer.decode, body.tokens)
+        text = await self._work(len(content), self.tokenizer.decode, body.tokens)
         return JSONResponse({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> Response:
         """The names of special tokens, by what they are for, as in tokenizer_config.json."""
-        tokenizer = self.engine.tokenizer
+        tokenizer = self.tokenizer
         end = next((name for name, token in self._named_tokens.items() if token == tokenizer.eod_id), None)
         file = getattr(tokenizer, "path", None)
         return JSONResponse({"eos_token": end} | (configured_tokens(file) if file else {}))
@@ -330,12 +322,12 @@ def _opened(source: Source, engine: Engine) -> OpenedModel:
     """The source for the engine. Raises ValueError if it is another model."""
     if source.config.model != engine.model.config:
         raise ValueError(f"run={source} is another model than the one that is served; start a server for it")
-    parts = (source, engine.model, engine.mesh, engine.tokenizer)
+    parts = (source, engine.model, engine.mesh, engine.text_tokenizer)
     return OpenedModel(*parts, start_ids=(), weights=engine.serving.weight_dtype)
 
 
 async def page(request: Request) -> Response:
-    text = importlib.resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    text = importlib.resources.files("megajax.inference.server").joinpath("page.html").read_text(encoding="utf-8")
     return HTMLResponse(text, headers={"Content-Security-Policy": PAGE_POLICY})
 
 
@@ -351,127 +343,3 @@ async def _in_thread(function: Callable, *arguments) -> Any:
     """What the function returns; it may take long. Raises Refused if it raises ValueError."""
     with refusing_values():
         return await asyncio.to_thread(function, *arguments)
-
-
-# ----------------------------------------------------------------------------- answers
-
-
-async def _answer(generation: Generation, answer: Answer, body: protocol.Request) -> Response:
-    if body.stream:
-        return _EventStream(answer.events(body.wants_usage), generation)
-    with generation:
-        return JSONResponse(await answer.whole())
-
-
-class _EventStream(StreamingResponse):
-    """Cancels the generation if the client goes away, or does not read."""
-
-    def __init__(self, events: AsyncIterator[str], generation: Generation):
-        super().__init__(_with_errors(events), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._generation = generation
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._generation:
-            await super().__call__(scope, receive, send)
-
-
-async def _with_errors(events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """The status has been sent already, so an error becomes the last event."""
-    try:
-        async for event in events:
-            yield event
-    except NotReady as error:
-        yield as_event(error_body(503, str(error)))
-    except TimeoutError:
-        yield as_event(error_body(503, TIMED_OUT))
-
-
-async def _unless_disconnected(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
-    """The answer is abandoned when the client goes away."""
-    answering = asyncio.ensure_future(answer)
-    leaving = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
-        return answering.result() if answering.done() else Response(status_code=CLIENT_CLOSED_REQUEST)
-    finally:
-        answering.cancel()
-        leaving.cancel()
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-# ----------------------------------------------------------------------------- errors
-
-
-class _Gate:
-    """Refuses requests that a page of another site may have sent, and those whose length is in doubt.
-
-    A server that is bound to this machine alone is asked by an address of this machine. The page of a site whose name
-    is made to mean such an address (DNS rebinding) asks by the name.
-    """
-
-    def __init__(self, app: ASGIApp, host: str):
-        self._app = app
-        self._host = host
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        wrong = self._wrong(Headers(scope=scope)) if scope["type"] == "http" else None
-        answer = JSONResponse(error_body(400, wrong), 400, headers={"Connection": "close"}) if wrong else self._app
-        await answer(scope, receive, send)
-
-    def _wrong(self, headers: Headers) -> str | None:
-        if "content-length" in headers and "transfer-encoding" in headers:
-            return "the headers Content-Length and Transfer-Encoding contradict each other; send one of them"
-        asked = headers.get("host", self._host)
-        if _is_loopback(self._host) and not _is_loopback(asked):
-            return (
-                f"the header Host: {asked[:100]!r} is not an address of this machine, to which the server is bound; "
-                f"ask http://{self._host}, or start the server with --host=0.0.0.0"
-            )
-        return None
-
-
-def _is_loopback(host: str) -> bool:
-    """host: with or without a port."""
-    try:
-        name = host if host.count(":") > 1 and "[" not in host else urllib.parse.urlsplit(f"//{host}").hostname
-        return name == "localhost" or ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False
-
-
-def _error(status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None) -> Response:
-    return JSONResponse(error_body(status, message, param), status, headers=headers)
-
-
-async def _refused(request: Request, error: Refused) -> Response:
-    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
-    return _error(error.status, str(error), error.param, headers)
-
-
-async def _overloaded(request: Request, error: Overloaded) -> Response:
-    return _error(429, str(error), headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
-
-
-async def _not_ready(request: Request, error: NotReady) -> Response:
-    return _error(503, str(error), headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
-
-
-async def _timed_out(request: Request, error: TimeoutError) -> Response:
-    return _error(503, TIMED_OUT)
-
-
-async def _disconnected_early(request: Request, error: ClientDisconnect) -> Response:
-    return Response(status_code=CLIENT_CLOSED_REQUEST)
-
-
-async def _http_error(request: Request, error: HTTPException) -> Response:
-    return _error(error.status_code, error.detail, headers=error.headers)
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    """Starlette raises it again, so that uvicorn logs it."""
-    return _error(500, f"{type(error).__name__} in the server; its log has more")

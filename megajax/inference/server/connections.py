@@ -74,7 +74,9 @@ class Connection(H11Protocol):
     def _make_room(self) -> None:
         """Ends the connection that has been waiting for a request for the longest time."""
         waiting = [
-            each for each in self.connections if each._limit() == HEADER_SECONDS and not each.transport.is_closing()
+            each
+            for each in self.connections
+            if isinstance(each, Connection) and each._limit() == HEADER_SECONDS and not each.transport.is_closing()
         ]
         min(waiting, key=lambda each: each._since).transport.abort()
 
@@ -85,7 +87,7 @@ class Connection(H11Protocol):
             return HEADER_SECONDS if is_answered else BODY_SECONDS
         if is_answered and not self.transport.get_write_buffer_size():
             return HEADER_SECONDS
-        return self.config.timeout_graceful_shutdown - STOP_SECONDS + ANSWER_SECONDS
+        return (self.config.timeout_graceful_shutdown or 0) - STOP_SECONDS + ANSWER_SECONDS
 
     def _watch(self) -> None:
         now = self.loop.time()

@@ -4,7 +4,7 @@ https://docs.vllm.ai/en/latest/design/metrics.html
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -43,7 +43,7 @@ class Metrics:
             model_name,
         )  # fmt: skip
 
-    def _histogram(self, name: str, text: str, buckets: Iterable[float]) -> Histogram:
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
         return Histogram(f"megajax:{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
 
     def produced(self, generation: Generation, part: Part, now: float) -> None:
@@ -99,9 +99,9 @@ def compilations() -> Callable[[], int]:
     """-> a function that returns how many programs XLA has compiled since the first call of this one."""
     durations = []
 
-    def listen(event: str, seconds: float, **_) -> None:
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            durations.append(seconds)
+            durations.append(duration_secs)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     return lambda: len(durations)

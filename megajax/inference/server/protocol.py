@@ -120,21 +120,24 @@ class Request(Model):
             "temperature", "top_p", "min_p", "n", "ignore_eos", "presence_penalty", "frequency_penalty",
             "repetition_penalty", "logit_bias", "stop", "stop_token_ids",
         )  # fmt: skip
-        given = {name: getattr(self, name) for name in copied}
+        given: dict[str, Any] = {name: getattr(self, name) for name in copied}
         given["seed"] = secrets.randbits(32) if self.seed is None else self.seed
         given["top_k"] = 0 if self.top_k == -1 else self.top_k  # how vLLM writes "all"
         given |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
         given |= self._structure()
-        values = dict(defaults) | {name: value for name, value in given.items() if value is not None}
-        frozen = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-        sampling = Sampling(**values | frozen)
+        values: dict[str, Any] = dict(defaults) | {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in given.items()
+            if value is not None
+        }
+        sampling = Sampling(**values)
         with refusing_values():
             sampling.check()
         return sampling
 
     def _structure(self) -> dict[str, str | None]:
-        schema = self.structured_outputs and self.structured_outputs.json_
-        regex = self.structured_outputs and self.structured_outputs.regex
+        wanted = self.structured_outputs or StructuredOutputs()
+        schema = wanted.json_
         form = self.response_format
         if form is not None and form.type == "json_object":
             schema = ANY_OBJECT
@@ -142,7 +145,7 @@ class Request(Model):
             if form.json_schema is None:
                 raise Refused(400, "response_format.type=json_schema needs json_schema", "response_format.json_schema")
             schema = form.json_schema.schema_
-        return {"schema": None if schema is None else json.dumps(schema), "regex": regex}
+        return {"schema": None if schema is None else json.dumps(schema), "regex": wanted.regex}
 
 
 class CompletionRequest(Request):

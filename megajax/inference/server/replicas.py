@@ -45,7 +45,8 @@ class Replicas:
     @property
     def stats(self) -> Stats:
         """Summed over the engines."""
-        return Stats(*map(sum, zip(*(dataclasses.astuple(thread.stats) for thread in self._threads), strict=True)))
+        counts = zip(*(dataclasses.astuple(thread.stats) for thread in self._threads), strict=True)
+        return Stats(*[sum(of_each) for of_each in counts])
 
     async def generate(
         self,

@@ -4,12 +4,18 @@ For each sequence a matcher says, before each token, which tokens keep the text 
 """
 
 import json
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
 from megajax.data.tokenizers.libraries import HuggingFaceTokenizer
 from megajax.data.tokenizers.tokenizer import Tokenizer
-from megajax.inference.tokens.sampling import Sampling
+from megajax.inference.config import Sampling
+
+if TYPE_CHECKING:
+    import llguidance
 
 
 class Matcher:
@@ -39,66 +45,72 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int):
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._known = None
+        self._known: llguidance.LLTokenizer | None = None
 
     def start(self, sampling: Sampling) -> Matcher | None:
         """A matcher for the beginning of a text, or None if the settings ask for none. Raises ValueError for a schema
         or an expression that is invalid or not supported, and for a tokenizer that does not know the bytes of its
         tokens."""
-        if not sampling.is_constrained:
+        name, text = ("regex", sampling.regex) if sampling.schema is None else ("schema", sampling.schema)
+        if text is None:
             return None
-        name = "regex" if sampling.schema is None else "schema"
-        llguidance = self._library(name)
+        llguidance, known = self._library(name)
         try:
-            if sampling.schema is not None:
-                grammar = llguidance.LLMatcher.grammar_from_json_schema(json.loads(sampling.schema))
+            if name == "schema":
+                grammar = llguidance.LLMatcher.grammar_from_json_schema(json.loads(text))
             else:
-                grammar = llguidance.LLMatcher.grammar_from_regex(sampling.regex)
-            matcher = llguidance.LLMatcher(self._known, grammar, log_level=0)
-            problem = matcher.get_error()
+                grammar = llguidance.LLMatcher.grammar_from_regex(text)
+            matcher = llguidance.LLMatcher(known, grammar, log_level=0)
         except (ValueError, TypeError) as error:
-            problem = str(error)
-        if problem:
-            raise ValueError(f"{name}={getattr(sampling, name)!r} cannot be used: {_reason(problem)}")
+            raise _unusable(name, text, str(error)) from None
+        if problem := matcher.get_error():
+            raise _unusable(name, text, problem)
         return Matcher(matcher, self._vocab_size)
 
-    def _library(self, name: str):
+    def _library(self, name: str) -> "tuple[ModuleType, llguidance.LLTokenizer]":
         try:
             import llguidance
         except ImportError:
             raise ValueError(f"{name} needs the package llguidance; pip install 'megajax[grammar]'") from None
         if self._known is None:
             self._known = self._read(llguidance, name)
-        return llguidance
+        return llguidance, self._known
 
-    def _read(self, llguidance, name: str):
+    def _read(self, llguidance: ModuleType, name: str) -> "llguidance.LLTokenizer":
         tokenizer = self._tokenizer
         if tokenizer is None or tokenizer.eod_id is None:
             raise ValueError(f"{name} needs a tokenizer with an end-of-document token; the engine has none")
         options = dict(n_vocab=self._vocab_size, eos_token=tokenizer.eod_id)
         if isinstance(tokenizer, HuggingFaceTokenizer):
             return llguidance.LLTokenizer(tokenizer.as_json(), **options)
-        if not hasattr(tokenizer, "token_bytes"):
+        if not isinstance(tokenizer, _KnowsBytes):
             raise ValueError(f"{name}: tokens of {tokenizer.identity} are no text; use another tokenizer")
-        return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Described(tokenizer, self._vocab_size)), **options)
+        tokens = tokenizer.token_bytes()[: self._vocab_size]
+        described = _Described(tokenizer.encode, tokenizer.eod_id, tokens, tokenizer.special_tokens.values())
+        return llguidance.LLTokenizer(llguidance.TokenizerWrapper(described), **options)
 
 
-def _reason(problem: str) -> str:
-    """What is wrong, of a message of several lines that also shows where."""
+def _unusable(name: str, text: str, problem: str) -> ValueError:
+    """problem: several lines, which also show where it is."""
     lines = problem.splitlines()
     reasons = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return (reasons or lines)[0]
+    return ValueError(f"{name}={text!r} cannot be used: {(reasons or lines)[0]}")
+
+
+@runtime_checkable
+class _KnowsBytes(Protocol):
+    def token_bytes(self) -> list[bytes]: ...
 
 
 class _Described:
     """A tokenizer as the library wants it."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
-        self._encode = tokenizer.encode
-        self.eos_token_id = tokenizer.eod_id
+    def __init__(self, encode: Callable[[str], list[int]], end: int, tokens: list[bytes], special: Iterable[int]):
+        self._encode = encode
+        self.eos_token_id = end
         self.bos_token_id = None
-        self.tokens = tokenizer.token_bytes()[:vocab_size]
-        self.special_token_ids = sorted({tokenizer.eod_id, *tokenizer.special_tokens.values()})
+        self.tokens = tokens
+        self.special_token_ids = sorted({end, *special})
 
     def __call__(self, text: str) -> list[int]:
         return self._encode(text)

@@ -5,7 +5,7 @@ Dimensions: B rows, V vocabulary, K most likely tokens that are reported, W word
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,10 @@ def recommended_sampling(folder: str | Path) -> dict[str, float]:
     return found
 
 
+A = TypeVar("A", jax.Array, np.ndarray)
+"""Arrays on the devices, or on the host."""
+
+
 class TokenLogprobs(NamedTuple):
     token: int
     logprob: float
@@ -42,22 +46,22 @@ class TokenLogprobs(NamedTuple):
     """The most likely tokens and their log-probabilities, most likely first."""
 
 
-class RowSampling(NamedTuple):
+class RowSampling(NamedTuple, Generic[A]):
     """The settings of each row as arrays, so that new values need no recompilation."""
 
-    temperature_B: jax.Array | np.ndarray
-    top_k_B: jax.Array | np.ndarray
-    top_p_B: jax.Array | np.ndarray
-    min_p_B: jax.Array | np.ndarray
-    seed_B: jax.Array | np.ndarray
-    presence_B: jax.Array | np.ndarray
-    frequency_B: jax.Array | np.ndarray
-    repetition_B: jax.Array | np.ndarray
-    is_adjusted_B: jax.Array | np.ndarray
-    has_logprobs_B: jax.Array | np.ndarray
+    temperature_B: A
+    top_k_B: A
+    top_p_B: A
+    min_p_B: A
+    seed_B: A
+    presence_B: A
+    frequency_B: A
+    repetition_B: A
+    is_adjusted_B: A
+    has_logprobs_B: A
 
     @staticmethod
-    def of(rows: Sequence[Sampling], indices: Sequence[int] | None = None) -> "RowSampling":
+    def of(rows: Sequence[Sampling], indices: Sequence[int] | None = None) -> "RowSampling[np.ndarray]":
         """indices: which of its n samples each row is; None: the first."""
         indices = indices or [0] * len(rows)
 
@@ -77,12 +81,14 @@ class RowSampling(NamedTuple):
             np.array([row.logprobs is not None for row in rows]),
         )
 
-    def sample(self, logits_BV: jax.Array, position_B: jax.Array) -> jax.Array:
+    def sample(self: "RowSampling[jax.Array]", logits_BV: jax.Array, position_B: jax.Array) -> jax.Array:
         """Samples the tokens int32 [B] at int32 position_B; random numbers depend only on (seed, position)."""
         keys_B = jax.vmap(_key)(self.seed_B, position_B)
         return sample(logits_BV, self.temperature_B, self.top_k_B, self.top_p_B, self.min_p_B, keys_B)
 
-    def adjusted(self, logits_BV: jax.Array, counts_BV: jax.Array, bias_BV: jax.Array) -> jax.Array:
+    def adjusted(
+        self: "RowSampling[jax.Array]", logits_BV: jax.Array, counts_BV: jax.Array, bias_BV: jax.Array
+    ) -> jax.Array:
         """The logits with bias and penalties. counts: int32, how often each token has been generated, plus
         PROMPT_TOKEN if it is in the prompt."""
 

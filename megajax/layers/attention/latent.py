@@ -16,6 +16,8 @@ instead of it.
 """
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.fields.ranges import PositiveInt
 from megajax.layers.attention.multi_head import AttentionConfig, attend, attention_options, rotated
 from megajax.layers.dropout import DropoutKey
-from megajax.layers.layer import Activation, Flops
+from megajax.layers.layer import Activation, Branch, Flops, Terms
 from megajax.layers.linear import Linear, side_by_side
 from megajax.layers.norm import Norm, NormConfig
 from megajax.mesh.sharding import constrain
@@ -51,37 +53,39 @@ class LatentConfig:
 class LatentAttentionConfig(AttentionConfig):
     """head_dim is that of the part without positions; num_kv_heads = num_heads."""
 
-    latent: LatentConfig
+    kv_rank: int
+    q_rank: int | None
+    rope_dim: int
+    value_dim: int
     norm: NormConfig
     """Of the latents."""
 
     caches_values = False
-    modules = {
-        "qkv": ("qkv",),
-        "core_attention": ("attention_out",),
-        "attention": ("latents", "qkv", "attention_out"),
-    }
 
     @property
-    def value_dim(self) -> int:
-        return self.latent.value_dim or self.head_dim
+    def modules(self) -> Mapping[str, Sequence[str]]:
+        return {
+            "qkv": ("qkv",),
+            "core_attention": ("attention_out",),
+            "attention": ("latents", "qkv", "attention_out"),
+        }
 
     @property
     def down_dim(self) -> int:
         """Width of what all heads share: the latents and the rotary key."""
-        return (self.latent.q_rank or 0) + self.latent.kv_rank + self.latent.rope_dim
+        return (self.q_rank or 0) + self.kv_rank + self.rope_dim
 
     @property
     def cached_heads(self) -> tuple[int, int]:
-        return 1, self.latent.kv_rank + self.latent.rope_dim
+        return 1, self.kv_rank + self.rope_dim
 
     @property
     def gathered_dim(self) -> int:
-        return self.down_dim + (self.embed_dim if self.latent.q_rank is None else 0)
+        return self.down_dim + (self.embed_dim if self.q_rank is None else 0)
 
     @property
     def heads_dim(self) -> int:
-        return self.num_heads * (self.head_dim + self.latent.rope_dim)
+        return self.num_heads * (self.head_dim + self.rope_dim)
 
     @property
     def kv_dim(self) -> int:
@@ -100,19 +104,19 @@ class LatentAttentionConfig(AttentionConfig):
     def up_flops(self) -> float:
         """FLOPs of the projections to queries, keys and values per token."""
         keys_and_values = self.num_heads * (self.head_dim + self.value_dim)
-        return 2 * ((self.latent.q_rank or self.embed_dim) * self.heads_dim + self.latent.kv_rank * keys_and_values)
+        return 2 * ((self.q_rank or self.embed_dim) * self.heads_dim + self.kv_rank * keys_and_values)
 
     @property
     def qkv_flops(self) -> float:
         return self.down_flops + self.up_flops
 
-    def build(self, rngs: nnx.Rngs) -> "LatentAttention":
+    def build(self, rngs: nnx.Rngs) -> Branch:
         return LatentAttention(self, rngs=rngs)
 
     def activations(self, sequence_length: int) -> dict[str, Activation]:
         of_heads = super().activations(sequence_length)
         # The rotary part of the keys is among the latents.
-        elements = of_heads["qkv"].elements - self.num_heads * self.latent.rope_dim
+        elements = of_heads["qkv"].elements - self.num_heads * self.rope_dim
         qkv = Activation(elements, Flops(self.up_flops))
         return {"latents": Activation(self.down_dim, Flops(self.down_flops))} | of_heads | {"qkv": qkv}
 
@@ -128,9 +132,9 @@ class LatentAttention(nnx.Module):
         D = config.embed_dim
         N = config.num_heads
         H = config.head_dim
-        Q = config.latent.q_rank
-        R = config.latent.kv_rank
-        P = config.latent.rope_dim
+        Q = config.q_rank
+        R = config.kv_rank
+        P = config.rope_dim
         V = config.value_dim
         std = config.init_std
         if Q is None:
@@ -147,35 +151,34 @@ class LatentAttention(nnx.Module):
         if config.sinks:
             self.sinks = weight((N,), ("heads",), nnx.initializers.zeros, rngs, "vector")
 
-    def __call__(self, x_BTD: jax.Array, inputs: dict, cache=None, dropout_key: DropoutKey | None = None):
-        """-> (out, cache), as Attention."""
+    def __call__(
+        self, x_BTD: jax.Array, inputs: dict, cache: Any = None, key: DropoutKey | None = None
+    ) -> tuple[jax.Array, Any, Terms]:
+        """As Attention."""
         config = self.config
         q_BTNH, latent_BTR, position_BT1P = self._project(x_BTD, inputs, has_gradient=cache is None)
         options = attention_options(config, self.sinks[...] if config.sinks else None)
         cached_BT1C = jnp.concatenate([latent_BTR[:, :, None], position_BT1P], -1)
-        if cache is not None and not cache.is_empty:
-            out_BTNV, cache = self._absorbed(q_BTNH, cached_BT1C, cache, options)
-            return self.out(out_BTNV), cache
-        k_BTNH, v_BTNV = self._expand(latent_BTR, position_BT1P)
         if cache is not None:
-            out_BTNV, cache = cache.attend(q_BTNH, k_BTNH, v_BTNV, stored=(cached_BT1C, None), **options)
+            out_BTNV, cache = self._absorbed(q_BTNH, cached_BT1C, cache, options)
         else:
-            out_BTNV = attend(q_BTNH, k_BTNH, v_BTNV, config, inputs, dropout_key, options)
-        return self.out(out_BTNV), cache
+            k_BTNH, v_BTNV = self._expand(latent_BTR, position_BT1P)
+            out_BTNV = attend(q_BTNH, k_BTNH, v_BTNV, config, inputs, key, options)
+        return self.out(out_BTNV), cache, Terms()
 
     def _project(
         self, x_BTD: jax.Array, inputs: dict, *, has_gradient: bool
     ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
         """-> (queries [B, T, N, H + P], normalised latent [B, T, R], key of the positions [B, T, 1, P])."""
         config = self.config
-        rank = config.latent.kv_rank
-        down = (self.key_value_down,) if config.latent.q_rank is None else (self.key_value_down, self.query_down)
+        rank = config.kv_rank
+        down = (self.key_value_down,) if config.q_rank is None else (self.key_value_down, self.query_down)
         joined = side_by_side(x_BTD, down, (config.embed_dim, -1), axis=1, has_gradient=has_gradient)
         latents = checkpoint_name(joined, "latents")
-        latent, position, of_queries = jnp.split(latents, (rank, rank + config.latent.rope_dim), -1)
+        latent, position, of_queries = jnp.split(latents, (rank, rank + config.rope_dim), -1)
         latent_BTR = constrain(self.key_value_norm(latent), "batch", "time", None)
         position_BT1P = rotated(constrain(position, "batch", "time", None)[:, :, None], config, inputs)
-        if config.latent.q_rank is None:
+        if config.q_rank is None:
             q_BTNH = self.query(constrain(x_BTD, "batch", "time", None))
         else:
             q_BTNH = self.query_up(constrain(self.query_norm(of_queries), "batch", "time", None))
@@ -186,11 +189,11 @@ class LatentAttention(nnx.Module):
     def _expand(self, latent_BTR: jax.Array, position_BT1P: jax.Array) -> tuple[jax.Array, jax.Array]:
         """-> (keys [B, T, N, H + P], values [B, T, N, V])."""
         config = self.config
-        shape = (config.latent.kv_rank, config.num_heads, -1)
+        shape = (config.kv_rank, config.num_heads, -1)
         joined = side_by_side(latent_BTR, (self.key_up, self.value_up), shape, axis=2)
         joined = checkpoint_name(constrain(joined, "batch", "time", "heads", None), "qkv")
         plain, v_BTNV = jnp.split(joined, (config.head_dim,), -1)
-        position = jnp.broadcast_to(position_BT1P, (*plain.shape[:3], config.latent.rope_dim))
+        position = jnp.broadcast_to(position_BT1P, (*plain.shape[:3], config.rope_dim))
         return jnp.concatenate([plain, position], -1), v_BTNV
 
     def _absorbed(self, q_BTNH: jax.Array, cached_BT1C: jax.Array, cache, options: dict):
@@ -198,10 +201,10 @@ class LatentAttention(nnx.Module):
         config = self.config
 
         def per_head(spec: str, a: jax.Array, matrix: Linear) -> jax.Array:
-            return jnp.einsum(spec, a, matrix.matrix().astype(a.dtype), precision=dot_precision(a.dtype))
+            return jnp.einsum(spec, a, matrix.array().astype(a.dtype), precision=dot_precision(a.dtype))
 
         plain, turned = jnp.split(q_BTNH, (config.head_dim,), -1)
         q_BTNC = jnp.concatenate([per_head("btnh,rnh->btnr", plain, self.key_up), turned], -1)
         mixed_BTNC, cache = cache.attend(q_BTNC, cached_BT1C, None, **options)
-        mixed_BTNR = mixed_BTNC[..., : config.latent.kv_rank]
+        mixed_BTNR = mixed_BTNC[..., : config.kv_rank]
         return per_head("btnr,rnv->btnv", mixed_BTNR, self.value_up), cache

@@ -6,7 +6,8 @@ Tensor parallel: the heads of query, key, value and out are split; one reduction
 
 import dataclasses
 import math
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,10 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.layers.attention.kv_cache import EmptyCache, PagedCache, PoolSizes
+from megajax.layers.attention.kv_cache import PagedCache, PoolSizes
 from megajax.layers.attention.rope import apply_rope
 from megajax.layers.dropout import DropoutKey
-from megajax.layers.layer import Activation, Flops, check_divisible
+from megajax.layers.layer import Activation, Branch, BranchConfig, Flops, Terms, check_divisible
 from megajax.layers.linear import Linear, input_axis, side_by_side
 from megajax.layers.norm import Norm, NormConfig
 from megajax.mesh.config import MeshConfig
@@ -31,10 +32,9 @@ MAX_DROPOUT_LENGTH = 65536  # dropout packs the query and key indices into one 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionConfig:
+class AttentionConfig(BranchConfig):
     """The defaults are plain causal attention, so that a model names only what differs."""
 
-    embed_dim: int
     num_heads: int
     num_kv_heads: int | None = None
     """None: num_heads."""
@@ -64,14 +64,18 @@ class AttentionConfig:
     query_init_std: float | None = None
     """Of the queries; None: init_std."""
 
+    kind = "attention"
+    projected = "qkv"
     caches_values = True
     """Whether a cache stores values besides keys."""
-    # Modules that the backward pass can recompute, and the activations that need not be saved then.
-    modules = {
-        "qkv": ("qkv",),
-        "core_attention": ("attention_out",),
-        "attention": ("qkv", "attention_out"),
-    }
+
+    @property
+    def modules(self) -> Mapping[str, Sequence[str]]:
+        return {
+            "qkv": ("qkv",),
+            "core_attention": ("attention_out",),
+            "attention": ("qkv", "attention_out"),
+        }
 
     @property
     def kv_heads(self) -> int:
@@ -86,11 +90,6 @@ class AttentionConfig:
     def cached_heads(self) -> tuple[int, int]:
         """Number and width of the heads whose keys a cache stores."""
         return self.kv_heads, self.head_dim
-
-    @property
-    def gathered_dim(self) -> int:
-        """Width of what is gathered over `tensor` for the heads."""
-        return self.embed_dim
 
     @property
     def heads_dim(self) -> int:
@@ -114,24 +113,21 @@ class AttentionConfig:
 
     @property
     def out_flops(self) -> float:
-        """FLOPs of the output projection per token."""
         return 2 * self.embed_dim * self.out_dim
 
-    def new_cache(self, length: int) -> EmptyCache:
-        self._check_cache("a cache of the tokens so far", self.mask.is_causal)
-        return EmptyCache(length)
-
     def new_pages(self, sizes: PoolSizes) -> PagedCache:
-        self._check_cache("pages of the last tokens", self.mask == CAUSAL & window(self.mask.reach))
+        if self.mask != CAUSAL & window(self.mask.reach):
+            raise ValueError(
+                f"attention with the mask '{self.mask}' cannot read pages of the last tokens: use a causal mask, with "
+                "or without a window"
+            )
         return PagedCache.zeros(sizes, *self.cached_heads, has_values=self.caches_values)
 
-    def _check_cache(self, what: str, is_supported: bool) -> None:
-        if not is_supported:
-            raise ValueError(
-                f"attention with the mask '{self.mask}' cannot read {what}: use a causal mask, with or without a window"
-            )
+    @property
+    def reach(self) -> int | None:
+        return self.mask.reach
 
-    def build(self, rngs: nnx.Rngs) -> "Attention":
+    def build(self, rngs: nnx.Rngs) -> Branch:
         return Attention(self, rngs=rngs)
 
     def check(self, mesh: MeshConfig, sequence_length: int) -> None:
@@ -171,7 +167,7 @@ class AttentionConfig:
             "qkv": Activation(self.heads_dim + self.kv_dim, Flops(self.qkv_flops)),
             "attention_out": Activation(
                 self.out_dim,
-                self.flops(sequence_length)._replace(matmuls=0.0),
+                dataclasses.replace(self.flops(sequence_length), matmuls=0.0),
                 scores=self.num_heads * sequence_length * (6 if self.dropout else 3),  # as XLA compiles it for the CPU
                 needs_scores=self.backend == "reference"
                 or self.dropout > 0
@@ -181,11 +177,12 @@ class AttentionConfig:
             ),
         }
 
-    def sent(self, mesh: MeshConfig, itemsize: int) -> float:
-        """Bytes per token sent over `context`."""
+    def sent(self, mesh: MeshConfig, itemsize: int, passes: int) -> dict[str, float]:
         if self.context == "all_to_all":  # q, k, v and out both ways, and the extra traffic of the backward pass
-            return (3 * self.heads_dim + 2 * self.out_dim + 3 * self.kv_dim) * itemsize
-        return self.kv_dim * mesh.context * (2 * itemsize + 4)  # both passes, with gradients in float32
+            over_context = (3 * self.heads_dim + 2 * self.out_dim + 3 * self.kv_dim) * itemsize
+        else:  # both passes, with gradients in float32
+            over_context = self.kv_dim * mesh.context * (2 * itemsize + 4)
+        return super().sent(mesh, itemsize, passes) | {"context": over_context}
 
 
 class Attention(nnx.Module):
@@ -218,13 +215,15 @@ class Attention(nnx.Module):
         """Logical axis of the sequence in the layer's input."""
         return input_axis((self.query, self.key, self.value))
 
-    def __call__(self, x_BTD: jax.Array, inputs: dict, cache=None, dropout_key: DropoutKey | None = None):
-        """-> (out, cache).
+    def __call__(
+        self, x_BTD: jax.Array, inputs: dict, cache: Any = None, key: DropoutKey | None = None
+    ) -> tuple[jax.Array, Any, Terms]:
+        """-> (out, cache, no Terms).
 
         inputs: `cos_global` and `sin_global`, or `cos_local` and `sin_local` (config.rope); optionally `segment_ids`,
             int32 [B, T]; with config.relative_bias `relative_bias`, float32 [N, T, S].
         cache: has `attend(q, k, v, ...) -> (out, cache)`, see layers/attention/kv_cache.py; None in training.
-        dropout_key: for config.dropout of the attention probabilities; None: no dropout.
+        key: for config.dropout of the attention probabilities; None: no dropout.
         """
         config = self.config
         q_BTNH, k_BTKH, v_BTKH = (checkpoint_name(y, "qkv") for y in self._project(x_BTD, has_gradient=cache is None))
@@ -239,8 +238,8 @@ class Attention(nnx.Module):
         if cache is not None:
             out_BTNH, cache = cache.attend(q_BTNH, k_BTKH, v_BTKH, **options)
         else:
-            out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, config, inputs, dropout_key, options)
-        return self.out(out_BTNH), cache
+            out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, config, inputs, key, options)
+        return self.out(out_BTNH), cache, Terms()
 
     def _normed(self, norm: Norm, x_BTNH: jax.Array) -> jax.Array:
         if self.config.qk_norm_scope == "head":

@@ -16,7 +16,7 @@ import numpy as np
 
 from megajax.fields.ranges import Multiplier, PositiveFloat, PositiveInt, Range
 
-RAMPS = {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0)}
+RAMPS = {"llama3": (1.0, 4.0), "yarn": (1.0, 32.0), "yarn_exact": (1.0, 32.0)}
 """The usual `ramp` of each scaling that has one."""
 
 
@@ -31,8 +31,9 @@ class RopeConfig:
     local_base: Annotated[float, Range(above=1, at_most=1e12)] | None = None
     """Base of the layers with a window, whose wavelengths are then never stretched (Gemma 3); None: like other
     layers."""
-    scaling: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "none"
-    """How wavelengths are stretched for sequences beyond original_length."""
+    scaling: Literal["none", "linear", "dynamic", "llama3", "yarn", "yarn_exact", "longrope"] = "none"
+    """How wavelengths are stretched for sequences beyond original_length. yarn rounds the ends of its ramp outwards to
+    whole dims, yarn_exact does not (gpt-oss)."""
     factor: Annotated[float, Range(at_least=1, at_most=1e6)] = 8.0
     """By how much wavelengths are stretched: the longest sequence divided by original_length."""
     attention_factor: Multiplier | None = None
@@ -43,15 +44,12 @@ class RopeConfig:
     ramp: tuple[PositiveFloat, PositiveFloat] | None = None
     """Llama 3, YaRN: rotations within original_length below which a dim is stretched fully, and above which it is not
     stretched. None: 1,4 for Llama 3 and 1,32 for YaRN."""
-    truncate: bool = True
-    """YaRN: round the ends of the ramp between these two outwards to whole dims."""
     length: PositiveInt | None = None
     """Dynamic, LongRoPE: length of the longest sequence, which sets the wavelengths; None = original_length. They do
     not depend on the actual sequence, so cached keys remain valid."""
-    short_factors: tuple[PositiveFloat, ...] = ()
-    """LongRoPE: stretch of each of the R / 2 wavelengths if length is at most original_length."""
-    long_factors: tuple[PositiveFloat, ...] = ()
-    """LongRoPE: the same for a length above original_length."""
+    factors: tuple[PositiveFloat, ...] = ()
+    """LongRoPE: stretch of each of the R / 2 wavelengths for a length up to original_length, then of each for a length
+    above it."""
 
     def check(self, head_dim: int) -> None:
         """Raises ValueError if the bounds of the ramp are not ascending, or factors do not fit the head dim."""
@@ -71,13 +69,11 @@ class RopeConfig:
                 f"model.rope.scaling=dynamic needs two rotated pairs; head_dim={head_dim} and "
                 f"model.rope.fraction={self.fraction} give {num_pairs}; use --model.rope.scaling=linear"
             )
-        for name in ("short_factors", "long_factors"):
-            count = len(getattr(self, name))
-            if count != (num_pairs if self.scaling == "longrope" else 0):
-                raise ValueError(
-                    f"model.rope.{name} has {count} numbers; give one for each of the {num_pairs} pairs that "
-                    f"model.rope.fraction={self.fraction} rotates with model.rope.scaling=longrope, otherwise none"
-                )
+        if len(self.factors) != (2 * num_pairs if self.scaling == "longrope" else 0):
+            raise ValueError(
+                f"model.rope.factors has {len(self.factors)} numbers; give two for each of the {num_pairs} pairs that "
+                f"model.rope.fraction={self.fraction} rotates with model.rope.scaling=longrope, otherwise none"
+            )
         if self.scaling == "longrope" and self.original_length < 2:
             raise ValueError(
                 "model.rope.original_length=1: longrope divides by its logarithm, which is 0; 4096 is usual"
@@ -98,10 +94,10 @@ class RopeConfig:
             return self._dynamic(rotated)
         if self.scaling == "llama3":
             return self._llama3(plain)
-        if self.scaling == "yarn":
+        if self.scaling in ("yarn", "yarn_exact"):
             return self._yarn(plain, rotated)
         if self.scaling == "longrope":
-            return plain / np.array(self.long_factors if self._longest > self.original_length else self.short_factors)
+            return plain / np.split(np.array(self.factors), 2)[int(self._longest > self.original_length)]
         return plain
 
     @property
@@ -110,7 +106,7 @@ class RopeConfig:
         4)."""
         if self.attention_factor is not None:
             return self.attention_factor
-        if self.scaling == "yarn":
+        if self.scaling in ("yarn", "yarn_exact"):
             return 0.1 * math.log(self.factor) + 1.0
         if self.scaling == "longrope":
             return math.sqrt(1.0 + math.log(self.factor) / math.log(self.original_length))
@@ -150,10 +146,10 @@ class RopeConfig:
         def dim_with(turns: float) -> float:
             return rotated * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.base))
 
-        slow, fast = self.ramp or RAMPS["yarn"]
+        slow, fast = self.ramp or RAMPS[self.scaling]
         low = dim_with(fast)
         high = dim_with(slow)
-        if self.truncate:
+        if self.scaling == "yarn":
             low = math.floor(low)
             high = math.ceil(high)
         low = max(low, 0)

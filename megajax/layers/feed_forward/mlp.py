@@ -5,12 +5,15 @@ Tensor parallel: gate and up split F (Megatron's "column"), down splits F ("row"
 """
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.layers.layer import Activation, Flops, Terms, check_divisible
+from megajax.layers.dropout import DropoutKey
+from megajax.layers.layer import Activation, Branch, BranchConfig, Flops, Terms, check_divisible
 from megajax.layers.linear import Linear, add_stacked_biases, input_axis, side_by_side
 from megajax.mesh.config import MeshConfig
 from megajax.mesh.sharding import constrain
@@ -19,8 +22,7 @@ from megajax.ops.activation import GATED, activate
 
 
 @dataclasses.dataclass(frozen=True)
-class MlpConfig:
-    embed_dim: int
+class MlpConfig(BranchConfig):
     mlp_dim: int
     activation: nonlinearity.Activation
     bias: bool
@@ -28,7 +30,11 @@ class MlpConfig:
     out_init_std: float
 
     kind = "dense"
-    modules = {"activation": ("mlp_hidden",), "mlp": ("mlp_wide", "mlp_hidden")}
+    projected = "mlp_wide"
+
+    @property
+    def modules(self) -> Mapping[str, Sequence[str]]:
+        return {"activation": ("mlp_hidden",), "mlp": ("mlp_wide", "mlp_hidden")}
 
     @property
     def wide_dim(self) -> int:
@@ -36,33 +42,27 @@ class MlpConfig:
         return self.mlp_dim * (2 if self.activation in GATED else 1)
 
     @property
-    def down_flops(self) -> float:
-        """FLOPs of the output projection per token."""
+    def out_flops(self) -> float:
         return 2 * self.embed_dim * self.mlp_dim
 
-    def build(self, rngs: nnx.Rngs) -> "Mlp":
+    def build(self, rngs: nnx.Rngs) -> Branch:
         return Mlp(self, rngs=rngs)
 
-    def check(self, mesh: MeshConfig) -> None:
+    def check(self, mesh: MeshConfig, sequence_length: int) -> None:
         check_divisible("tensor", mesh.tensor, {"mlp_dim": self.mlp_dim})
 
-    def flops(self) -> Flops:
-        return Flops(2 * self.embed_dim * self.wide_dim + self.down_flops)
+    def flops(self, sequence_length: int) -> Flops:
+        return Flops(2 * self.embed_dim * self.wide_dim + self.out_flops)
 
-    def activations(self) -> dict[str, Activation]:
+    def activations(self, sequence_length: int) -> dict[str, Activation]:
         return {
             "mlp_wide": Activation(self.wide_dim, Flops(2 * self.embed_dim * self.wide_dim)),
             "mlp_hidden": Activation(self.mlp_dim),
         }
 
-    def sent(self, mesh: MeshConfig, itemsize: int, passes: int) -> dict[str, float]:
-        """As LayerConfig.sent: gathering the input and scattering the result. passes: number of forward and backward
-        passes."""
-        return {"tensor": passes * 2 * self.embed_dim * itemsize}
-
 
 class Mlp(nnx.Module):
-    """x [B, T, D] -> (down(activation(gate(x)) * up(x)) if gated, else down(activation(up(x))), no Terms)."""
+    """x [B, T, D] -> (down(activation(gate(x)) * up(x)) if gated, else down(activation(up(x))), cache, no Terms)."""
 
     def __init__(self, config: MlpConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -81,14 +81,16 @@ class Mlp(nnx.Module):
         """Logical axis of the sequence in the layer's input."""
         return input_axis(self._wide())
 
-    def __call__(self, x_BTD: jax.Array, *, generates: bool = False) -> tuple[jax.Array, Terms]:
+    def __call__(
+        self, x_BTD: jax.Array, inputs: dict | None = None, cache: Any = None, key: DropoutKey | None = None
+    ) -> tuple[jax.Array, Any, Terms]:
         config = self.config
         wide = self._wide()
         shape = (config.embed_dim, 1, config.mlp_dim)
-        joined_BTWF = side_by_side(x_BTD, wide, shape, axis=1, has_gradient=not generates)
+        joined_BTWF = side_by_side(x_BTD, wide, shape, axis=1, has_gradient=cache is None)
         wide_BTWF = add_stacked_biases(constrain(joined_BTWF, "batch", "time", None, "mlp"), wide)
         hidden_BTF = activate(checkpoint_name(wide_BTWF, "mlp_wide"), config.activation)
-        return self.down(checkpoint_name(hidden_BTF, "mlp_hidden")), Terms()
+        return self.down(checkpoint_name(hidden_BTF, "mlp_hidden")), cache, Terms()
 
     def _wide(self) -> tuple[Linear, ...]:
         return (self.gate, self.up) if self.config.activation in GATED else (self.up,)

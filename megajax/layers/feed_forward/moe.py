@@ -9,6 +9,8 @@ No token is dropped, unless the router has a capacity. parallel/expert.py sends 
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +18,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.fields.ranges import PositiveInt, changed_fields
+from megajax.layers.dropout import DropoutKey
 from megajax.layers.feed_forward.mlp import Mlp, MlpConfig
 from megajax.layers.feed_forward.router import Choice, Router, RouterConfig
-from megajax.layers.layer import Activation, Flops, Terms, check_divisible
+from megajax.layers.layer import Activation, Branch, Flops, Terms, check_divisible
 from megajax.layers.linear import GatheredLinear, GroupedLinear
 from megajax.mesh.config import MeshConfig
 from megajax.ops import activation as nonlinearity
@@ -81,80 +84,67 @@ class MoeConfig:
         self.router.check(self.num_experts)
 
 
-@dataclasses.dataclass(frozen=True)
-class ExpertsConfig:
-    """The feed-forward half of a layer with experts."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsConfig(MlpConfig):
+    """Experts that are MLPs of these sizes, in the place of one."""
 
-    moe: MoeConfig
-    embed_dim: int
-    mlp_dim: int
-    """Width of an expert."""
-    activation: nonlinearity.Activation
-    init_std: float
-    out_init_std: float
+    num_experts: int
+    router: RouterConfig
+    shared: MlpConfig | None
+    """The shared experts, as one MLP."""
+    shared_gate: bool
     context: ContextMethod
     dispatch: Dispatch
     buffer: float
     """execution.expert_buffer."""
 
     kind = "moe"
-    modules = {
-        "dispatch": ("expert_rows",),
-        "activation": ("mlp_hidden",),
-        "mlp": ("expert_rows", "mlp_wide", "mlp_hidden"),
-    }
+
+    @property
+    def modules(self) -> Mapping[str, Sequence[str]]:
+        return {
+            "dispatch": ("expert_rows",),
+            "activation": ("mlp_hidden",),
+            "mlp": ("expert_rows", "mlp_wide", "mlp_hidden"),
+        }
 
     @property
     def top_k(self) -> int:
-        return self.moe.router.top_k
+        return self.router.top_k
 
-    @property
-    def wide_dim(self) -> int:
-        """Of the input of an expert's activation: gate and up, or up alone."""
-        return self.mlp_dim * (2 if self.activation in GATED else 1)
-
-    @property
-    def shared(self) -> MlpConfig | None:
-        if self.moe.shared_dim is None:
-            return None
-        return MlpConfig(self.embed_dim, self.moe.shared_dim, self.activation, False, self.init_std, self.out_init_std)
-
-    def build(self, rngs: nnx.Rngs) -> "Experts":
+    def build(self, rngs: nnx.Rngs) -> Branch:
         return Experts(self, rngs=rngs)
 
-    def check(self, mesh: MeshConfig) -> None:
-        check_divisible("expert", mesh.expert, {"moe.num_experts": self.moe.num_experts})
+    def check(self, mesh: MeshConfig, sequence_length: int) -> None:
+        check_divisible("expert", mesh.expert, {"moe.num_experts": self.num_experts})
         widths = {"moe.expert_dim": self.mlp_dim, "embed_dim": self.embed_dim}
-        if self.moe.shared_dim is not None:
-            widths["moe.shared_dim"] = self.moe.shared_dim
+        if self.shared is not None:
+            widths["moe.shared_dim"] = self.shared.mlp_dim
         check_divisible("tensor", mesh.tensor, widths)
 
     @property
-    def down_flops(self) -> float:
-        """Of the output projections, a token."""
-        shared = self.shared.down_flops if self.shared else 0
-        return 2 * self.embed_dim * self.mlp_dim * self.top_k + shared
+    def out_flops(self) -> float:
+        shared = self.shared.out_flops if self.shared else 0
+        return super().out_flops * self.top_k + shared
 
-    def flops(self) -> Flops:
-        router = 2 * self.embed_dim * (self.moe.num_experts + self.moe.shared_gate)
+    def flops(self, sequence_length: int) -> Flops:
+        router = 2 * self.embed_dim * (self.num_experts + self.shared_gate)
         routed = 2 * self.embed_dim * (self.wide_dim + self.mlp_dim) * self.top_k
-        shared = self.shared.flops() if self.shared else Flops()
+        shared = self.shared.flops(sequence_length) if self.shared else Flops()
         return Flops(router + routed, routed=routed) + shared
 
-    def activations(self) -> dict[str, Activation]:
+    def activations(self, sequence_length: int) -> dict[str, Activation]:
         K = self.top_k
-        shared = self.shared.activations() if self.shared else {}
+        shared = self.shared.activations(sequence_length) if self.shared else {}
         wide = 2 * self.embed_dim * self.wide_dim * K
         of_experts = {
             "expert_rows": self._rows(self.embed_dim),
             "mlp_wide": self._rows(self.wide_dim, Flops(wide, routed=wide)),
             "mlp_hidden": self._rows(self.mlp_dim),
         }
-        for name, one in shared.items():
-            routed = of_experts[name]
-            of_experts[name] = routed._replace(elements=routed.elements + one.elements, flops=routed.flops + one.flops)
+        of_experts |= {name: of_experts[name].and_also(one) for name, one in shared.items()}
         # Logits, experts and plan, in four bytes.
-        return {"routing": Activation(2 * (self.moe.num_experts + 5 * K))} | of_experts
+        return {"routing": Activation(2 * (self.num_experts + 5 * K))} | of_experts
 
     def _rows(self, width: int, flops: Flops = Flops()) -> Activation:
         """An array of the rows of experts."""
@@ -166,11 +156,10 @@ class ExpertsConfig:
 
     def _exchange(self, mesh: MeshConfig) -> Exchange:
         return exchange_of(
-            TYPICAL_TOKENS, mesh.expert, self.moe.num_experts, self.top_k, dispatch=self.dispatch, buffer=self.buffer
+            TYPICAL_TOKENS, mesh.expert, self.num_experts, self.top_k, dispatch=self.dispatch, buffer=self.buffer
         )
 
     def sent(self, mesh: MeshConfig, itemsize: int, passes: int) -> dict[str, float]:
-        """As LayerConfig.sent. passes: number of forward and backward passes."""
         message = passes * 2 * self.embed_dim * itemsize
         exchange = self._exchange(mesh)
         messages = mesh.expert if isinstance(exchange, AllGather) else exchange.num_rows / TYPICAL_TOKENS
@@ -179,30 +168,32 @@ class ExpertsConfig:
 
 
 class Experts(nnx.Module):
-    """x [B, T, D] -> (y [B, T, D], Terms)."""
+    """x [B, T, D] -> (y [B, T, D], cache, Terms)."""
 
     input_axis = "time"
     """Logical axis of the sequence in the layer's input."""
 
     def __init__(self, config: ExpertsConfig, *, rngs: nnx.Rngs):
         self.config = config
-        moe = config.moe
-        E = moe.num_experts
+        E = config.num_experts
         D = config.embed_dim
         F = config.mlp_dim
-        self.router = Router(moe.router, D, E, config.init_std, config.context, rngs=rngs)
+        self.router = Router(config.router, D, E, config.init_std, config.context, rngs=rngs)
         if config.activation in GATED:
             self.gate = GroupedLinear(E, D, F, ("embed", "mlp"), config.init_std, rngs=rngs)
         self.up = GroupedLinear(E, D, F, ("embed", "mlp"), config.init_std, rngs=rngs)
         self.down = GroupedLinear(E, F, D, ("mlp", "embed"), config.out_init_std, rngs=rngs)
         if config.shared is not None:
             self.shared = Mlp(config.shared, rngs=rngs)
-        if moe.shared_gate:
+        if config.shared_gate:
             axes = ("embed", "router")
             self.shared_gate = GatheredLinear((D,), (1,), axes, config.init_std, rngs=rngs, role="router")
 
-    def __call__(self, x_BTD: jax.Array, *, generates: bool = False) -> tuple[jax.Array, Terms]:
-        """generates: with a cache, a few tokens at a time; the router then treats each token by itself."""
+    def __call__(
+        self, x_BTD: jax.Array, inputs: dict | None = None, cache: Any = None, key: DropoutKey | None = None
+    ) -> tuple[jax.Array, Any, Terms]:
+        """With a cache a few tokens come at a time; the router then treats each token by itself."""
+        generates = cache is not None
         choice, terms = self.router(x_BTD, generates=generates)
         is_small = generates and x_BTD.shape[0] * x_BTD.shape[1] <= FEW_TOKENS
         buffer = math.inf if is_small else self.config.buffer
@@ -211,23 +202,24 @@ class Experts(nnx.Module):
             y_BTD = self._routed(x_BTD, choice, terms, buffer)
         if self.config.shared is not None:
             y_BTD += self._shared(x_BTD)
-        return y_BTD, terms
+        return y_BTD, cache, terms
 
     def _few(self, x_BTD: jax.Array, choice: Choice) -> jax.Array | None:
         """The routed experts of a few tokens; None: they take the way of training."""
         num_tokens = x_BTD.shape[0] * x_BTD.shape[1]
-        wide = [linear.matrix() for linear in self._wide()]
-        down = self.down.matrix()
+        matrices = [linear.matrix() for linear in (*self._wide(), self.down)]
+        arrays = [w for w in matrices if isinstance(w, jax.Array)]
         x_nD, experts_nK, weights_nK = (a.reshape(num_tokens, -1) for a in (x_BTD, *choice))
-        if num_tokens > MAX_FEW or few_tokens_problem(experts_nK, [*wide, down], x_BTD.dtype):
+        if num_tokens > MAX_FEW or len(arrays) < len(matrices) or few_tokens_problem(experts_nK, arrays, x_BTD.dtype):
             return None
+        *wide, down = arrays
         y_nD = few_tokens(x_nD, experts_nK, weights_nK, wide, down, self.config.activation)
         return y_nD.reshape(x_BTD.shape)
 
     def _routed(self, x_BTD, choice: Choice, terms: Terms, buffer: float) -> jax.Array:
         config = self.config
         how = dict(dispatch=config.dispatch, buffer=buffer)
-        exchange = choose_exchange(x_BTD.shape[:2], config.moe.num_experts, config.top_k, **how)
+        exchange = choose_exchange(x_BTD.shape[:2], config.num_experts, config.top_k, **how)
         log_exchange(exchange)
         run = functools.partial(_round, config.activation, exchange)
         wide = [linear.matrix() for linear in self._wide()]
@@ -242,8 +234,8 @@ class Experts(nnx.Module):
         return (self.gate, self.up) if self.config.activation in GATED else (self.up,)
 
     def _shared(self, x_BTD: jax.Array) -> jax.Array:
-        y_BTD, _ = self.shared(x_BTD)
-        if self.config.moe.shared_gate:
+        y_BTD, _, _ = self.shared(x_BTD)
+        if self.config.shared_gate:
             gate_BT1 = jax.nn.sigmoid(self.shared_gate(x_BTD.astype(jnp.float32)))
             y_BTD = (y_BTD.astype(jnp.float32) * gate_BT1).astype(y_BTD.dtype)
         return y_BTD

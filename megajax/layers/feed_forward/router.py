@@ -49,10 +49,8 @@ class RouterConfig:
     sigmoid and sqrt_softplus are normalised over the chosen ones."""
     scale: PositiveFloat = 1.0
     """Factor of the weights (DeepSeek-V3: 2.5)."""
-    num_groups: PositiveInt = 1
-    """Groups of consecutive experts; a token chooses among the experts of its best top_groups groups."""
-    top_groups: PositiveInt = 1
-    """Groups per token."""
+    groups: tuple[PositiveInt, PositiveInt] = (1, 1)
+    """Groups of consecutive experts, and groups per token: it chooses among the experts of its best groups."""
     bias_update_rate: PositiveFloat | None = None
     """Balance without a loss: a bias per expert, added to the scores for the choice only, changes by this much after
     each step, up if the load was below the mean and down if above. None: no bias."""
@@ -84,20 +82,22 @@ class RouterConfig:
                 f"{name}.top_k={self.top_k} is more than model.moe.num_experts={num_experts}; use "
                 f"--{name}.top_k={num_experts} or less"
             )
-        if num_experts % self.num_groups:
+        num_groups, top_groups = self.groups
+        typed = f"{name}.groups={num_groups},{top_groups}"
+        if num_experts % num_groups:
             raise ValueError(
-                f"{name}.num_groups={self.num_groups} does not divide model.moe.num_experts={num_experts}; use "
-                f"--{name}.num_groups={math.gcd(num_experts, self.num_groups)}"
+                f"{typed}: {num_groups} groups do not divide model.moe.num_experts={num_experts}; use "
+                f"{math.gcd(num_experts, num_groups)} groups"
             )
-        if self.top_groups > self.num_groups or self.top_k % self.top_groups:
+        if top_groups > num_groups or self.top_k % top_groups:
             raise ValueError(
-                f"{name}.top_groups={self.top_groups} must be at most {name}.num_groups={self.num_groups} and divide "
-                f"{name}.top_k={self.top_k}; use --{name}.top_groups={math.gcd(self.num_groups, self.top_k)}"
+                f"{typed}: the groups per token must be at most the number of groups and divide {name}.top_k="
+                f"{self.top_k}; use --{name}.groups={num_groups},{math.gcd(num_groups, self.top_k)}"
             )
-        if self.top_k > self.top_groups * (num_experts // self.num_groups):
+        if self.top_k > top_groups * (num_experts // num_groups):
             raise ValueError(
-                f"{name}.top_k={self.top_k} is more than the experts of {name}.top_groups={self.top_groups} groups of "
-                f"{num_experts // self.num_groups}; choose more groups"
+                f"{name}.top_k={self.top_k} is more than the {top_groups * (num_experts // num_groups)} experts of the "
+                f"groups of a token, {typed}; choose more groups"
             )
         if self.is_softmax and self.bias_update_rate is not None:
             raise ValueError(
@@ -179,7 +179,7 @@ class Router(GatheredLinear):
             preferred_BTE = preferred_BTE + self.expert_bias[...]
         if config.assignment == "sinkhorn" and not generates:
             preferred_BTE = sinkhorn(lax.stop_gradient(logits_BTE))
-        return _largest(preferred_BTE, config.top_k, config.num_groups, config.top_groups)
+        return _largest(preferred_BTE, config.top_k, *config.groups)
 
     def _weights(self, logits_BTE, scores_BTE, experts_BTK) -> jax.Array:
         config = self.config

@@ -6,15 +6,12 @@ A cache holds per sequence the state and the inputs of the last W - 1 tokens of 
 are those of Places.rows_BT: a sequence whose token has position 0 begins with zeros, so nothing is ever cleared; the
 last row, num_rows, takes what belongs to padding. All arrays have the rows first, so to save, restore or share the
 state of a sequence is to copy a row of each.
-
-A mixer calls `mix(mixer, inputs, gates) -> (y, cache)`, whatever the kind of cache. SlotStates is that of the inference
-engine; programs without one (weights/stablehlo.py) start with EmptyStates, which the prefill turns into RowStates.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +20,10 @@ from jax import lax
 from megajax.layers.attention.kv_cache import Places, PoolSizes
 from megajax.mesh.sharding import constrain
 
-_STATE_AXES = (None, "heads", None, None)
+if TYPE_CHECKING:
+    from megajax.layers.recurrent.mixer import RecurrentMixer
+
+Of = TypeVar("Of")
 
 
 class Sizes(NamedTuple):
@@ -49,14 +49,14 @@ class Sizes(NamedTuple):
         return 2 * self.num_groups * self.state_dim
 
 
-class Inputs(NamedTuple):
-    """What the convolution reads, and all that it passes to the recurrence."""
+class Inputs(NamedTuple, Generic[Of]):
+    """What the convolution reads, and all that it passes to the recurrence: arrays, or what makes them."""
 
-    x: jax.Array
+    x: Of
     """[B, T, H, P]."""
-    b: jax.Array
+    b: Of
     """[B, T, G, N]."""
-    c: jax.Array
+    c: Of
     """[B, T, G, N]."""
 
 
@@ -76,105 +76,43 @@ class Runs(NamedTuple):
         return jnp.cumsum(self.starts_T) - 1
 
 
-class Mixer(Protocol):
-    """What a cache asks of a mixer; RecurrentMixer in mixer.py describes the methods."""
-
-    @property
-    def sizes(self) -> Sizes: ...
-
-    def convolved(self, windows: Sequence[Inputs]) -> Inputs: ...
-
-    def recurrence(self, read: Inputs, gates: Any, *, state_BHPN: jax.Array) -> tuple[jax.Array, jax.Array]: ...
-
-    def step(self, read: Inputs, gates: Any, state_BHPN: jax.Array) -> tuple[jax.Array, jax.Array]: ...
-
-    def extend(self, read: Inputs, gates: Any, runs: Runs, states: jax.Array) -> tuple[jax.Array, jax.Array]: ...
-
-
-def _zeros(sizes: Sizes, num_rows: int, dtype) -> tuple[Inputs, jax.Array]:
-    """-> (the last W - 1 inputs of the convolution, the states), with the rows first."""
-    taps = (num_rows, sizes.conv_width - 1)
-    x = constrain(jnp.zeros((*taps, sizes.num_heads, sizes.head_dim), dtype), None, None, "heads", None)
-    shared = (*taps, sizes.num_groups, sizes.state_dim)
-    b, c = (constrain(jnp.zeros(shared, dtype), None, None, "kv_heads", None) for _ in range(2))
-    states = (num_rows, sizes.num_heads, sizes.head_dim, sizes.state_dim)
-    return Inputs(x, b, c), constrain(jnp.zeros(states, jnp.float32), *_STATE_AXES)
-
-
-def map_inputs(function, *inputs: Inputs) -> Inputs:
+def map_inputs(function: Callable[..., Of], *inputs: "Inputs[Any]") -> "Inputs[Of]":
     """Applies a function to x, b and c separately."""
     return Inputs(*map(function, *inputs))
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("positions",), meta_fields=("length",))
-@dataclasses.dataclass(frozen=True)
-class EmptyStates:
-    """The cache of a layer before the first token, for programs without an engine."""
-
-    length: int
-    positions: jax.Array | None = None
-
-    def at(self, positions_BT: jax.Array) -> "EmptyStates":
-        return dataclasses.replace(self, positions=positions_BT)
-
-    def mix(self, mixer: Mixer, read: Inputs, gates: Any) -> tuple[jax.Array, "RowStates"]:
-        recent, states = _zeros(mixer.sizes, read.x.shape[0], read.x.dtype)
-        return RowStates(self.length, recent, states, self.positions).mix(mixer, read, gates)
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("recent", "states", "positions"), meta_fields=("length",)
-)
-@dataclasses.dataclass(frozen=True)
-class RowStates:
-    """The states of the rows of a batch. Padding follows the tokens of a row, with positions from `length` on."""
-
-    length: int
-    recent: Inputs
-    """[B, W - 1, ...], inputs of the convolution."""
-    states: jax.Array
-    """float32 [B, H, P, N]."""
-    positions: jax.Array | None = None
-    """int32 [B, T], of the next tokens. Set by `at`."""
-
-    def at(self, positions_BT: jax.Array) -> "RowStates":
-        return dataclasses.replace(self, positions=positions_BT)
-
-    def mix(self, mixer: Mixer, read: Inputs, gates: Any) -> tuple[jax.Array, "RowStates"]:
-        """-> (y [B, T, H, P], the cache after these tokens)."""
-        T = read.x.shape[1]
-        is_token_BT = self.positions < self.length
-        joined = map_inputs(lambda old, new: jnp.concatenate([old.astype(new.dtype), new], 1), self.recent, read)
-        taps = joined.x.shape[1] - T
-        windows = [map_inputs(lambda a, w=w: a[:, w : w + T], joined) for w in range(taps + 1)]
-        read = mixer.convolved(windows)
-        gates = jax.tree.map(lambda gate: jnp.where(is_token_BT[..., None], gate, 0.0), gates)
-        y, states = mixer.recurrence(read, gates, state_BHPN=self.states)
-        last = jnp.sum(is_token_BT, 1, dtype=jnp.int32)[:, None] + jnp.arange(taps, dtype=jnp.int32)
-        recent = map_inputs(lambda a: jnp.take_along_axis(a, last.reshape(*last.shape, 1, 1), 1), joined)
-        return y, RowStates(self.length, recent, states)
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("recent", "states", "places"), meta_fields=())
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SlotStates:
     """The states of the sequences of an engine; see the top of the file."""
 
-    recent: Inputs
+    recent: Inputs[jax.Array]
     """float32 [R + 1, W - 1, ...], inputs of the convolution."""
     states: jax.Array
     """float32 [R + 1, H, P, N]."""
-    places: Places | None = None
-    """Set by `at`."""
 
     @staticmethod
     def zeros(sizes: Sizes, pool: PoolSizes) -> "SlotStates":
-        return SlotStates(*_zeros(sizes, pool.num_rows + 1, jnp.float32))
+        num_rows = pool.num_rows + 1
+        taps = (num_rows, sizes.conv_width - 1)
+        x = constrain(jnp.zeros((*taps, sizes.num_heads, sizes.head_dim)), None, None, "heads", None)
+        shared = (*taps, sizes.num_groups, sizes.state_dim)
+        b, c = (constrain(jnp.zeros(shared), None, None, "kv_heads", None) for _ in range(2))
+        states = jnp.zeros((num_rows, sizes.num_heads, sizes.head_dim, sizes.state_dim))
+        return SlotStates(Inputs(x, b, c), constrain(states, None, "heads", None, None))
 
-    def at(self, places: Places) -> "SlotStates":
-        return dataclasses.replace(self, places=places)
+    def at(self, places: Places) -> "PlacedStates":
+        return PlacedStates(self.recent, self.states, places)
 
-    def mix(self, mixer: Mixer, read: Inputs, gates: Any) -> tuple[jax.Array, "SlotStates"]:
+
+class PlacedStates(NamedTuple):
+    """SlotStates, ready for the tokens at these places."""
+
+    recent: Inputs[jax.Array]
+    states: jax.Array
+    places: Places
+
+    def mix(self, mixer: "RecurrentMixer", read: Inputs[jax.Array], gates: Any) -> tuple[jax.Array, SlotStates]:
         """-> (y [B, T, H, P], the cache after these tokens)."""
         one_each = self.places.rows_BT.shape[1] == 1
         return (self._step if one_each else self._extend)(mixer, read, gates)
@@ -211,7 +149,7 @@ class SlotStates:
         recent = map_inputs(lambda a, new: a.at[ends_at].set(new.astype(a.dtype)), self.recent, newest)
         return y, SlotStates(recent, states)
 
-    def _windows(self, read: Inputs, index_T: jax.Array) -> list[Inputs]:
+    def _windows(self, read: Inputs[jax.Array], index_T: jax.Array) -> list[Inputs[jax.Array]]:
         """The inputs of the last W tokens up to each token, the oldest first, [T, ...] each. index: of each token among
         those of its sequence in this call."""
         rows_T = self.places.rows_BT[0]

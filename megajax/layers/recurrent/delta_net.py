@@ -7,7 +7,7 @@ y = gated_delta(query, key, value, A dt, beta) (ops/gated_delta.py); out = proje
 
 import dataclasses
 import math
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -109,19 +109,22 @@ class DeltaNet(RecurrentMixer):
 
     def __init__(self, config: DeltaNetMixerConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
+        self.section = config.section
         P = config.sizes.head_dim
         self.norm_scale = weight((P,), ("head_dim",), nnx.initializers.ones, rngs, "vector")
 
-    def gates(self, dt_BTH: jax.Array, beta_BTH: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def gates(self, *projected_BTH: jax.Array) -> tuple[jax.Array, jax.Array]:
         """-> (logarithms of the decays, betas between 0 and 1)."""
+        dt_BTH, beta_BTH = projected_BTH
         steps_BTH = time_steps(dt_BTH, self.dt_bias[...], (0.0, None))
         return steps_BTH * self.decay_rates(), jax.nn.sigmoid(beta_BTH.astype(jnp.float32))
 
-    def recurrence(self, read: Inputs, gates, **options) -> tuple[jax.Array, jax.Array]:
-        return gated_delta(read.c, read.b, read.x, *gates, chunk=self.config.section.chunk, **options)
+    def recurrence(self, read: Inputs[jax.Array], gates: Any, **options: Any) -> tuple[jax.Array, jax.Array]:
+        return gated_delta(read.c, read.b, read.x, *gates, chunk=self.section.chunk, **options)
 
-    def step(self, read: Inputs, gates, state_BHPN: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return gated_delta_step(read.c, read.b, read.x, *gates, state_BHPN)
+    def step(self, read: Inputs[jax.Array], gates: Any, state_BHPN: jax.Array) -> tuple[jax.Array, jax.Array]:
+        log_decay_BH, beta_BH = gates
+        return gated_delta_step(read.c, read.b, read.x, log_decay_BH, beta_BH, state_BHPN)
 
     def normed(self, y_BTHP: jax.Array, gate_BTHP: jax.Array) -> jax.Array:
         return rms_norm_then_gate(y_BTHP, gate_BTHP, self.norm_scale[...], self.config.norm_epsilon)

@@ -118,31 +118,34 @@ class Mamba(RecurrentMixer):
 
     def __init__(self, config: MambaMixerConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
+        self.section = config.section
         H = config.sizes.num_heads
         P = config.sizes.head_dim
         self.D = weight((H,), ("heads",), nnx.initializers.ones, rngs, "vector")
         self.norm_scale = weight((H, P), ("heads", "head_dim"), nnx.initializers.ones, rngs, "vector")
 
-    def gates(self, dt_BTH: jax.Array) -> jax.Array:
+    def gates(self, *projected_BTH: jax.Array) -> jax.Array:
         """-> the time steps."""
-        mamba = self.config.section
-        return time_steps(dt_BTH, self.dt_bias[...], (mamba.dt_min, mamba.dt_max))
+        (dt_BTH,) = projected_BTH
+        return time_steps(dt_BTH, self.dt_bias[...], (self.section.dt_min, self.section.dt_max))
 
-    def recurrence(self, read: Inputs, gates: jax.Array, **options) -> tuple[jax.Array, jax.Array]:
+    def recurrence(self, read: Inputs[jax.Array], gates: jax.Array, **options) -> tuple[jax.Array, jax.Array]:
         arrays = (read.x, gates, self.decay_rates(), read.b, read.c, self.D[...])
-        return ssd(*arrays, chunk=self.config.section.chunk, **options)
+        return ssd(*arrays, chunk=self.section.chunk, **options)
 
-    def step(self, read: Inputs, gates: jax.Array, state_BHPN: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def step(self, read: Inputs[jax.Array], gates: jax.Array, state_BHPN: jax.Array) -> tuple[jax.Array, jax.Array]:
         return ssd_step(read.x, gates, self.decay_rates(), read.b, read.c, self.D[...], state_BHPN)
 
-    def extend(self, read: Inputs, gates: jax.Array, runs: Runs, states: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def extend(
+        self, read: Inputs[jax.Array], gates: jax.Array, runs: Runs, states: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """All sequences start from zeros in one call of `ssd`; what their states before it add is one product for each
         sequence."""
         y, _ = self.recurrence(read, gates, starts_BT=runs.starts_T[None])
         more_y, states = self._continue(Inputs(*(a[0] for a in read)), gates[0], runs, states)
         return (y.astype(jnp.float32) + more_y).astype(y.dtype), states
 
-    def _continue(self, read: Inputs, dt_TH: jax.Array, runs: Runs, states: jax.Array):
+    def _continue(self, read: Inputs[jax.Array], dt_TH: jax.Array, runs: Runs, states: jax.Array):
         """-> (what the states before this call add to y, float32 [T, H, P]; the states after it)."""
         run_T = runs.numbers_T
         # dt A summed from the first token of each sequence on, and from the token after to its last.
@@ -170,8 +173,8 @@ class Mamba(RecurrentMixer):
         return lax.fori_loop(0, run_T[-1] + 1, of_sequence, (jnp.zeros_like(x), states))
 
     def normed(self, y_BTHP: jax.Array, gate_BTHP: jax.Array) -> jax.Array:
-        config = self.config
-        return gated_rms_norm(y_BTHP, gate_BTHP, self.norm_scale[...], config.section.num_groups, config.norm_epsilon)
+        num_groups = self.section.num_groups
+        return gated_rms_norm(y_BTHP, gate_BTHP, self.norm_scale[...], num_groups, self.config.norm_epsilon)
 
 
 def _sums_of_runs(array_TH: jax.Array, starts_T: jax.Array) -> jax.Array:

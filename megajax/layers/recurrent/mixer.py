@@ -21,9 +21,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from megajax.layers.attention.kv_cache import PoolSizes
-from megajax.layers.layer import Activation, Flops
+from megajax.layers.dropout import DropoutKey
+from megajax.layers.layer import Activation, BranchConfig, Flops, Terms
 from megajax.layers.linear import Linear, side_by_side
-from megajax.layers.recurrent.cache import EmptyStates, Inputs, Runs, Sizes, SlotStates, map_inputs
+from megajax.layers.recurrent.cache import Inputs, Runs, Sizes, SlotStates, map_inputs
 from megajax.mesh.config import MeshConfig
 from megajax.mesh.sharding import constrain
 from megajax.ops.ssd import causal_conv, convolved
@@ -46,11 +47,10 @@ class SavedNames(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class RecurrentMixerConfig:
+class RecurrentMixerConfig(BranchConfig):
     """The branch of a recurrent layer (layers/sublayer.py). A mixer derives its own, with its section of the model's
     config, the attributes below, and the methods that raise here."""
 
-    embed_dim: int
     norm_epsilon: float
     context: ContextMethod
     init_std: float
@@ -71,17 +71,13 @@ class RecurrentMixerConfig:
         """Activation.inside of the recurrence."""
         raise NotImplementedError
 
-    def build(self, rngs: nnx.Rngs) -> "RecurrentMixer":
-        raise NotImplementedError
-
     @property
     def modules(self) -> dict[str, Sequence[str]]:
         return {"activation": (self.names.convolved, self.names.hidden), self.kind: self.names}
 
     @property
-    def gathered_dim(self) -> int:
-        """Width of what is gathered over `tensor` for the heads."""
-        return self.embed_dim
+    def projected(self) -> str:
+        return self.names.projected
 
     @property
     def in_flops(self) -> float:
@@ -91,7 +87,6 @@ class RecurrentMixerConfig:
 
     @property
     def out_flops(self) -> float:
-        """FLOPs per token of the output projection."""
         return 2 * self.embed_dim * self.sizes.inner_dim
 
     def check(self, mesh: MeshConfig, sequence_length: int) -> None:
@@ -117,17 +112,10 @@ class RecurrentMixerConfig:
             self.names.projected: Activation(projected_dim, Flops(self.in_flops)),
             self.names.convolved: Activation(convolved_dim),
             self.names.mixed: Activation(
-                sizes.inner_dim, self.flops(sequence_length)._replace(matmuls=0.0), inside=self.inside
+                sizes.inner_dim, dataclasses.replace(self.flops(sequence_length), matmuls=0.0), inside=self.inside
             ),
             self.names.hidden: Activation(sizes.inner_dim),
         }
-
-    def sent(self, mesh: MeshConfig, itemsize: int) -> float:
-        """Bytes per token sent over `context`: none, but a state per piece of the sequence."""
-        return 0.0
-
-    def new_cache(self, length: int) -> EmptyStates:
-        return EmptyStates(length)
 
     def new_pages(self, sizes: PoolSizes) -> SlotStates:
         return SlotStates.zeros(self.sizes, sizes)
@@ -156,7 +144,7 @@ class RecurrentMixer(nnx.Module):
 
     input_axis = "time"
     """Logical axis of the sequence in the layer's input."""
-    input_names: Inputs
+    input_names: Inputs[str]
     """Of the Linears of x, b and c; their CausalConvs are named after them."""
     gate_names: tuple[str, ...]
     """Of Linears with one output per head."""
@@ -187,11 +175,11 @@ class RecurrentMixer(nnx.Module):
     def sizes(self) -> Sizes:
         return self.config.sizes
 
-    def inputs(self) -> Inputs:
+    def inputs(self) -> Inputs[Linear]:
         """The Linears of x, b and c."""
         return Inputs(*(getattr(self, name) for name in self.input_names))
 
-    def convs(self) -> Inputs:
+    def convs(self) -> Inputs[CausalConv]:
         """Their CausalConvs."""
         return Inputs(*(getattr(self, f"conv_{name}") for name in self.input_names))
 
@@ -206,7 +194,7 @@ class RecurrentMixer(nnx.Module):
 
     def recurrence(
         self,
-        read: Inputs,
+        read: Inputs[jax.Array],
         gates: Any,
         *,
         starts_BT: jax.Array | None = None,
@@ -220,11 +208,11 @@ class RecurrentMixer(nnx.Module):
         """
         raise NotImplementedError
 
-    def step(self, read: Inputs, gates: Any, state_BHPN: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def step(self, read: Inputs[jax.Array], gates: Any, state_BHPN: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`recurrence` of one token per row; arrays without T."""
         raise NotImplementedError
 
-    def extend(self, read: Inputs, gates: Any, runs: Runs, states: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def extend(self, read: Inputs[jax.Array], gates: Any, runs: Runs, states: jax.Array) -> tuple[jax.Array, jax.Array]:
         """`recurrence` of several sequences in a batch of one, each from its row of the states, float32
         [R + 1, H, P, N] -> (y, the states after it). Computes all tokens once for each sequence."""
 
@@ -245,8 +233,10 @@ class RecurrentMixer(nnx.Module):
         """y, normalised and gated."""
         raise NotImplementedError
 
-    def __call__(self, x_BTD: jax.Array, inputs: dict, cache=None, key=None):
-        """-> (out, cache).
+    def __call__(
+        self, x_BTD: jax.Array, inputs: dict, cache: Any = None, key: DropoutKey | None = None
+    ) -> tuple[jax.Array, Any, Terms]:
+        """-> (out, cache, no Terms).
 
         inputs: optionally `segment_ids`, int32 [B, T]. cache: has `mix(mixer, inputs, gates) -> (y, cache)`; None in
         training.
@@ -259,9 +249,9 @@ class RecurrentMixer(nnx.Module):
             y_BTHP, cache = cache.mix(self, read, gates)
         y_BTHP = checkpoint_name(constrain(y_BTHP, "batch", "time", "heads", None), names.mixed)
         hidden = constrain(self.normed(y_BTHP, gate_BTHP), "batch", "time", "heads", None)
-        return self.out(checkpoint_name(hidden, names.hidden)), cache
+        return self.out(checkpoint_name(hidden, names.hidden)), cache, Terms()
 
-    def _project(self, x_BTD: jax.Array) -> tuple[jax.Array, Inputs, Any]:
+    def _project(self, x_BTD: jax.Array) -> tuple[jax.Array, Inputs[jax.Array], Any]:
         """-> (gate, Inputs, gates of the heads)."""
         D = self.config.embed_dim
         sizes = self.sizes
@@ -284,7 +274,7 @@ class RecurrentMixer(nnx.Module):
         gates = self.gates(*(constrain(gate_BTH, "batch", "time", "heads") for gate_BTH in per_head))
         return gate_BTHP, Inputs(x_BTHP, b_BTGN, c_BTGN), gates
 
-    def _mix(self, read: Inputs, gates: Any, segment_ids: jax.Array | None) -> jax.Array:
+    def _mix(self, read: Inputs[jax.Array], gates: Any, segment_ids: jax.Array | None) -> jax.Array:
         """Convolution and recurrence of whole sequences, from zeros."""
         pieces = current_pieces(self.config.context)
         taps = self.sizes.conv_width - 1
@@ -306,7 +296,7 @@ class RecurrentMixer(nnx.Module):
         read = map_inputs(conv, read, self.convs(), Inputs("heads", "kv_heads", "kv_heads"))
         return self.recurrence(read, gates, starts_BT=starts, pieces=pieces)[0]
 
-    def convolved(self, windows: Sequence[Inputs]) -> Inputs:
+    def convolved(self, windows: Sequence[Inputs[jax.Array]]) -> Inputs[jax.Array]:
         """The convolutions of W tokens, the oldest first, one result for each entry of the leading dims."""
         arrays = Inputs(*zip(*windows, strict=True))
         return map_inputs(lambda taps, conv: convolved(taps, *conv.parameters()), arrays, self.convs())

@@ -203,11 +203,12 @@ def _look(arrays: Sequence) -> list[_Value]:
     on_device = [number for number in floats if _on_device(arrays[number]) is arrays[number]]
     groups = [on_device] if on_device else []
     groups += [[number] for number in floats if number not in on_device]  # offloaded: they may not fit at the same time
-    flags = {}
+    values = [_Value(array, True, False, frozenset()) for array in arrays]
     for group in groups:
-        found = np.asarray(_finite_and_nan([_on_device(arrays[number]) for number in group])).T
-        flags |= dict(zip(group, found.tolist(), strict=True))
-    return [_Value(array, *flags.get(number, (True, False)), frozenset()) for number, array in enumerate(arrays)]
+        flags = np.asarray(_finite_and_nan([_on_device(arrays[number]) for number in group])).T
+        for number, (finite, nan) in zip(group, flags.tolist(), strict=True):
+            values[number] = values[number]._replace(finite=finite, nan=nan)
+    return values
 
 
 def _is_float(array) -> bool:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint.verify import digest
@@ -108,7 +108,8 @@ def _memory(mesh: Mesh) -> str:
 
 
 def _digests(leaves: list[jax.Array], mesh: Mesh) -> np.ndarray:
-    found = _program(mesh, tuple(leaf.sharding.spec for leaf in leaves))(leaves)
+    shardings = [leaf.sharding for leaf in leaves]
+    found = _program(mesh, tuple(named.spec for named in shardings if isinstance(named, NamedSharding)))(leaves)
     if jax.process_count() == 1:
         return np.asarray(found)
     return multihost_utils.process_allgather(found, tiled=True)

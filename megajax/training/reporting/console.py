@@ -93,9 +93,9 @@ class Console:
         self._enabled = enabled
         self._is_terminal = sys.stdout.isatty() if is_terminal is None else is_terminal
         # rich's global console, shared with `announced`, so that a spinner appears below the bar.
-        self._rich = rich.get_console() if is_terminal is None else RichConsole(force_terminal=is_terminal)
+        self.terminal = rich.get_console() if is_terminal is None else RichConsole(force_terminal=is_terminal)
         if self._is_terminal:
-            self._rich.soft_wrap = True  # lines of the log that appear above the bar: see _print
+            self.terminal.soft_wrap = True  # lines of the log that appear above the bar: see _print
         self._progress: Progress | None = None
         self._newest: dict[str, Any] = {}
 
@@ -105,14 +105,13 @@ class Console:
             return
         title = printable(title)
         rows = [(name, printable(value)) for name, value in rows]
-        if not self._is_terminal:
-            width = max((len(name) for name, _ in rows), default=0)
-            _print_plain("\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)]))
-            return
-        self._print(Text(wrapped(title, self._rich.width), "bold"))
         width = max((len(name) for name, _ in rows), default=0)
+        if not self._is_terminal:
+            print("\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)]), flush=True)
+            return
+        self._print(Text(wrapped(title, self.terminal.width), "bold"))
         for name, value in rows:
-            line = Text(wrapped(f"  {name:<{width}}  {value}", self._rich.width, width + 4))
+            line = Text(wrapped(f"  {name:<{width}}  {value}", self.terminal.width, width + 4))
             line.stylize("cyan", 0, width + 2)
             self._print(line)
 
@@ -122,10 +121,10 @@ class Console:
             return
         start = f"step {step}/{total_steps}"
         if not self._is_terminal:
-            _print_plain(" ".join([start, *_fields(step, total_steps, metrics).values()]))
+            print(" ".join([start, *_fields(step, total_steps, metrics).values()]), flush=True)
             return
         fields = _fields(step, total_steps, metrics)
-        left_out = _left_out(total_steps, self._rich.width) | {"time_left"}  # which the bar shows
+        left_out = _left_out(total_steps, self.terminal.width) | {"time_left"}  # which the bar shows
         self._print(" ".join([start, *(text for name, text in fields.items() if name not in left_out)]))
         if "loss" in metrics:
             self._newest = metrics
@@ -138,13 +137,13 @@ class Console:
         start = f"step {step}/{total_steps}"
         fields = _fields(step, total_steps, self._newest)
         fields = {name: text for name, text in fields.items() if name in BESIDE_BAR}
-        line = _fitted(fields, self._rich.width - len(start) - BAR_WIDTH - 3)
+        line = _fitted(fields, self.terminal.width - len(start) - BAR_WIDTH - 3)
         if self._progress is None:
             self._progress = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(BAR_WIDTH),
                 TextColumn("{task.fields[line]}", markup=False),
-                console=self._rich,
+                console=self.terminal,
                 refresh_per_second=4,
                 redirect_stderr=sys.stderr.isatty(),
             )
@@ -159,13 +158,13 @@ class Console:
             return
         text = printable(text)
         if self._is_terminal:
-            self._print(wrapped(text, self._rich.width))
+            self._print(wrapped(text, self.terminal.width))
         else:
-            _print_plain(text)
+            print(text, flush=True)
 
     def _print(self, text: str | Text) -> None:
         """As it is: rich would break words that are too long, such as names of files."""
-        self._rich.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.terminal.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def announced(self, what: str) -> AbstractContextManager:
         """As `megajax.terminal.announce.announced`."""
@@ -212,16 +211,12 @@ def _left_out(total_steps: int, width: int) -> set[str]:
 def _fitted(fields: dict[str, str], width: int) -> str:
     """One line, shortened to `width` characters by leaving out fields, first the LEAST_IMPORTANT."""
     left = dict(fields)
-    for name in (None, *LEAST_IMPORTANT, "time_left"):
+    for name in ("", *LEAST_IMPORTANT, "time_left"):
         left.pop(name, None)
         line = "  ".join(left.values())
         if len(line) <= width:
             break
     return line
-
-
-def _print_plain(text: str) -> None:
-    print(text, flush=True)
 
 
 class _InOneLine(logging.Formatter):
@@ -232,12 +227,9 @@ class _InOneLine(logging.Formatter):
 class _ToStderr(logging.StreamHandler):
     """Writes to the current sys.stderr: rich replaces it to print above a progress bar or spinner."""
 
-    def __init__(self):
-        logging.Handler.__init__(self)
-
-    @property
-    def stream(self):
-        return sys.stderr
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
 
 
 def log_to_stderr() -> None:

@@ -29,7 +29,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megajax.training.reporting.best_effort import Appender, BestEffort
 from megajax.training.run_lock import RunLock
@@ -58,18 +58,11 @@ class LoggingConfig:
     tensorboard: bool = True
     """Write scalars and the config to run_dir/tensorboard."""
     wandb_project: str = ""
-    """Weights & Biases project; empty: not used."""
-    wandb_mode: Literal["online", "offline"] = "offline"
-    """offline keeps the run in run_dir/wandb until `wandb sync`."""
+    """Weights & Biases project; empty: not used. WANDB_MODE=offline keeps the run in run_dir/wandb until
+    `wandb sync`."""
 
     def check(self) -> None:
-        """Raises ValueError for a mode without a project, or if a required package is missing; call before any device
-        is used."""
-        if self.wandb_mode != "offline" and not self.wandb_project:
-            raise ValueError(
-                f"logging.wandb_mode={self.wandb_mode} has no effect without a project; set --logging.wandb_project, "
-                "or use --logging.wandb_mode=offline"
-            )
+        """Raises ValueError if a required package is missing; call before any device is used."""
         if self.wandb_project and importlib.util.find_spec("wandb") is None:
             raise ValueError(
                 f"logging.wandb_project={self.wandb_project!r} needs the package wandb, which is not installed; "
@@ -203,34 +196,32 @@ class TensorBoardFile:
 
     def write(self, scalars: dict[str, float], step: int) -> None:
         # tensorboardX costs half a second to import, which `--help` and `--plan` need not pay.
-        from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.summary import scalar
 
         if self._file is None:
             name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
             self._file = Appender(self._folder / name, self._beginning())
         values = [value for name, number in scalars.items() for value in scalar(name, number).value]
-        self._file.append(_tensorboard_record(Event(step=step, summary={"value": values})))
+        self._file.append(_tensorboard_record(step=step, summary={"value": values}))
 
     def _beginning(self) -> bytes:
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
         from tensorboardX.summary import text
 
-        events = [Event(file_version="brain.Event:2")]
+        records = _tensorboard_record(file_version="brain.Event:2")
         if self.first_new_step is not None:
-            events.append(Event(step=self.first_new_step, session_log=SessionLog(status=SessionLog.START)))
+            records += _tensorboard_record(step=self.first_new_step, session_log={"status": "START"})
         if self._run_config is not None:
             config = f"```\n{json.dumps(self._run_config, indent=2)}\n```"
-            events.append(Event(step=self.first_new_step or 0, summary=text("config", config)))
-        return b"".join(map(_tensorboard_record, events))
+            records += _tensorboard_record(step=self.first_new_step or 0, summary=text("config", config))
+        return records
 
 
-def _tensorboard_record(event: Any) -> bytes:
-    """A TFRecord: length, its CRC, data, its CRC. Sets the time of the event."""
+def _tensorboard_record(**event: Any) -> bytes:
+    """An event of now as a TFRecord: length, its CRC, data, its CRC."""
     from tensorboardX.record_writer import masked_crc32c
 
-    event.wall_time = time.time()
-    data = event.SerializeToString()
+    messages = importlib.import_module("tensorboardX.proto.event_pb2")  # its classes are made by the import
+    data = messages.Event(wall_time=time.time(), **event).SerializeToString()
     length = struct.pack("<Q", len(data))
     crcs = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
     return length + crcs[0] + data + crcs[1]
@@ -238,20 +229,24 @@ def _tensorboard_record(event: Any) -> bytes:
 
 def _start_wandb(run_dir: Path, config: LoggingConfig, run_config: dict):
     """A Weights & Biases run that a resumed run continues: its id is stored in run_dir/wandb_id."""
-    import wandb
-
+    wandb = importlib.import_module("wandb")
     id_path = run_dir / "wandb_id"
     if not id_path.exists():
         id_path.write_text(uuid.uuid4().hex[:12])
-    return wandb.init(
-        project=config.wandb_project,
-        mode=config.wandb_mode,
-        dir=str(run_dir),
-        name=run_dir.name,
-        id=id_path.read_text(),
-        resume="allow",
-        config=run_config,
-    )
+    try:
+        return wandb.init(
+            project=config.wandb_project,
+            dir=str(run_dir),
+            name=run_dir.name,
+            id=id_path.read_text(),
+            resume="allow",
+            config=run_config,
+        )
+    except wandb.Error as error:  # nobody is logged in
+        message = str(error).partition("\n")[0]
+        raise ValueError(
+            f"logging.wandb_project={config.wandb_project}: {message}; run wandb login, or set WANDB_MODE=offline"
+        ) from None
 
 
 def _plain(value: Any) -> Any:

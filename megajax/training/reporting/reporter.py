@@ -28,71 +28,62 @@ class Carried:
     """Of the steps since the last line, whose updates were not skipped."""
 
 
+@dataclasses.dataclass
 class Reporter:
     """Reads metrics one step late and writes lines; times exclude compiling, evaluating and saving."""
 
-    def __init__(
-        self,
-        first: int,
-        *,
-        num_steps: int,
-        every_steps: int,
-        sequence_length: int,
-        schedule: BatchSchedule,
-        flops_per_token: Callable[..., float],
-        compute_dtype: Literal["float32", "bfloat16"],
-        num_devices: int,
-        max_consecutive_skips: int,
-        carried: Carried,
-        console: Console,
-        writer: MetricsWriter | None,
-        lowest_loss_scale: float = 0.0,
-    ):
-        """first: steps done before; flops_per_token(sequence_length, causal=...), see Model. compute_dtype: MFU is
-        relative to the peak of this dtype.
+    first: int
+    """Steps done before."""
+    _: dataclasses.KW_ONLY
+    num_steps: int
+    every_steps: int
+    sequence_length: int
+    schedule: BatchSchedule
+    flops_per_token: Callable[..., float]
+    """(sequence_length, causal=...), see Model."""
+    compute_dtype: Literal["float32", "bfloat16"]
+    """MFU is relative to the peak of this dtype."""
+    num_devices: int
+    max_consecutive_skips: int
+    """This many end the run; 0: no limit."""
+    carried_before: Carried
+    """Of earlier starts of the run."""
+    console: Console
+    writer: MetricsWriter | None
+    lowest_loss_scale: float = 0.0
+    """LossScaleRule.lowest, where the run has a loss scale."""
 
-        lowest_loss_scale: LossScaleRule.lowest, where the run has a loss scale.
-
-        max_consecutive_skips: this many end the run; 0: no limit. carried: of earlier starts of the run.
-        """
-        self._num_steps = num_steps
-        self._every_steps = every_steps
-        self._sequence_length = sequence_length
-        self._schedule = schedule
-        self._flops_per_token = flops_per_token
-        self._compute_dtype = compute_dtype
-        self._num_devices = num_devices
-        self._console = console
-        self._writer = writer
+    def __post_init__(self):
+        carried = self.carried_before
         self._pending: tuple[int, dict, float] | None = None
-        self._first = first
         self._compiled: set[tuple[int, int]] = set()  # shapes of batches
         self._is_compiling = False  # the pending step, or the next one
-        # Since the last line, without steps that included a compilation.
-        self._steps = 0
-        self._samples = 0
-        self._seconds = 0.0
-        # Of all steps since then whose update was not skipped; kept on the device, so that steps need not wait.
+        # Of all steps since the last line whose update was not skipped; kept on the device: steps need not wait.
         self._losses: list[jax.Array | float] = list(carried.losses)
-        self._max_consecutive_skips = max_consecutive_skips
         self._consecutive_skips = 0
-        self._lowest_loss_scale = lowest_loss_scale
         self.productive_seconds = carried.productive_seconds
         self._running_before = max(carried.running_seconds, carried.productive_seconds)
         self._started = time.perf_counter()
-        self._last_end = time.perf_counter()  # of a step, or of an evaluation or save after it
+        self._begin_line()
+        self.restart_clock()
+
+    def _begin_line(self) -> None:
+        """What counts since the last line, without steps that included a compilation."""
+        self._steps = 0
+        self._samples = 0
+        self._seconds = 0.0
 
     @contextlib.contextmanager
     def starting(self, step: int) -> Iterator[None]:
         """Wraps the dispatch of a step. The first batch of a shape compiles it; the previous step is reported before,
         so that the compilation does not count in its time."""
-        batch = self._schedule(step - 1)
+        batch = self.schedule(step - 1)
         shape = batch.num_microbatches, batch.microbatch
         if shape not in self._compiled:
             self.flush()
             self._compiled.add(shape)
             self._is_compiling = True
-        with self._console.announced("compiling the train step") if self._is_compiling else contextlib.nullcontext():
+        with self.console.announced("compiling the train step") if self._is_compiling else contextlib.nullcontext():
             yield
 
     def dispatched(self, step: int, metrics: dict, rate: float) -> None:
@@ -101,11 +92,11 @@ class Reporter:
         self._pending = (step, metrics, rate)
         if self._is_compiling:
             started = self._last_end
-            name = "the first step" if step == self._first + 1 else f"step {step}, the first of its batch size"
-            with self._console.announced(f"running {name}"):
+            name = "the first step" if step == self.first + 1 else f"step {step}, the first of its batch size"
+            with self.console.announced(f"running {name}"):
                 jax.block_until_ready(metrics["loss"])
             self.flush()
-            self._console.note(f"{name}, compilation included: {format_seconds(time.perf_counter() - started)}")
+            self.console.note(f"{name}, compilation included: {format_seconds(time.perf_counter() - started)}")
             self._is_compiling = False
             self.restart_clock()
 
@@ -122,18 +113,16 @@ class Reporter:
             self.productive_seconds += self._last_end - started
             self._seconds += self._last_end - started
             self._steps += 1
-            self._samples += self._schedule(step - 1).size
+            self._samples += self.schedule(step - 1).size
         if not self._is_skipped(step, metrics):
             self._losses.append(metrics["loss"])
-        self._console.progress(step, self._num_steps)
+        self.console.progress(step, self.num_steps)
         # Not the first step after a resume: the mean of a single step would be a jump in the curve.
-        if step == 1 or step % self._every_steps == 0 or step == self._num_steps:
+        if step == 1 or step % self.every_steps == 0 or step == self.num_steps:
             values = scalars(metrics)
             self._emit(self._line(step, values, rate))
-            self._steps = 0
-            self._samples = 0
-            self._seconds = 0.0
             self._losses = []
+            self._begin_line()
             self.restart_clock()
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
@@ -162,13 +151,13 @@ class Reporter:
         return self._running_before + time.perf_counter() - self._started
 
     def close(self) -> None:
-        self._console.note(
+        self.console.note(
             f"goodput: {format_seconds(self.productive_seconds)} of {format_seconds(self._running_seconds())} in steps "
             f"({self.goodput():.1%})"
         )
 
     def _line(self, step: int, values: dict[str, float], rate: float) -> dict[str, Any]:
-        length = self._sequence_length
+        length = self.sequence_length
         names = [name for name in values if name not in ("loss", "skipped", "total_skipped")]
         device = jax.local_devices()[0]
         line = {
@@ -178,26 +167,28 @@ class Reporter:
             **{name: values[name] for name in names},
             "skipped_updates": int(values["total_skipped"]),
             "learning_rate": rate,
-            "consumed_tokens": self._schedule.num_samples(step) * length,
+            "consumed_tokens": self.schedule.num_samples(step) * length,
             "peak_memory_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
             "running_seconds": self._running_seconds(),
             "goodput": self.goodput(),
         }
         if not self._steps:
             return line
-        per_device = self._samples * length / self._seconds / self._num_devices
+        per_device = self._samples * length / self._seconds / self.num_devices
         known = find_device(device.device_kind)
-        known = known and known.computing_in(self._compute_dtype)
 
-        def mfu(causal: bool) -> float | None:
-            return utilisation(self._flops_per_token(length, causal=causal), per_device, known)
+        def mfu(*, causal: bool) -> float | None:
+            if known is None:
+                return None
+            flops = self.flops_per_token(length, causal=causal)
+            return utilisation(flops, per_device, known.computing_in(self.compute_dtype))
 
         return line | {
             "step_seconds": self._seconds / self._steps,
-            "tokens_per_second": per_device * self._num_devices,
+            "tokens_per_second": per_device * self.num_devices,
             "tokens_per_second_per_device": per_device,
-            "mfu": mfu(False) if known else None,
-            "mfu_causal": mfu(True) if known else None,
+            "mfu": mfu(causal=False),
+            "mfu_causal": mfu(causal=True),
         }
 
     def _is_skipped(self, step: int, metrics: dict) -> bool:
@@ -209,15 +200,15 @@ class Reporter:
             self._consecutive_skips = 0
             return False
         loss_scale = float(metrics.get("loss_scale", 0.0))
-        if math.isfinite(float(metrics["grad_norm"])) or loss_scale <= self._lowest_loss_scale:
+        if math.isfinite(float(metrics["grad_norm"])) or loss_scale <= self.lowest_loss_scale:
             self._consecutive_skips += 1
-        batch = self._schedule(step - 1)
+        batch = self.schedule(step - 1)
         samples = f"samples {batch.first_sample} to {batch.first_sample + batch.size - 1}"
         values = f"loss {float(metrics['loss']):.4g}, gradient norm {float(metrics['grad_norm']):.4g}"
         values += f", loss scale now {loss_scale:g}" if "loss_scale" in metrics else ""
         total = int(metrics["total_skipped"])
-        self._console.note(f"step {step}: update skipped, {values}, {samples} ({total} skipped so far)")
-        if self._max_consecutive_skips and self._consecutive_skips >= self._max_consecutive_skips:
+        self.console.note(f"step {step}: update skipped, {values}, {samples} ({total} skipped so far)")
+        if self.max_consecutive_skips and self._consecutive_skips >= self.max_consecutive_skips:
             raise RuntimeError(
                 f"{self._consecutive_skips} consecutive updates were skipped, up to step {step} ({values}), and "
                 "nothing was saved since the last checkpoint; inspect the data of these steps, lower the learning "
@@ -226,9 +217,9 @@ class Reporter:
         return True
 
     def _emit(self, line: dict[str, Any]) -> None:
-        self._console.step(line["step"], self._num_steps, line)
-        if self._writer is not None:
-            self._writer.write(line)
+        self.console.step(line["step"], self.num_steps, line)
+        if self.writer is not None:
+            self.writer.write(line)
 
 
 def scalars(metrics: dict[str, Any]) -> dict[str, float]:

@@ -64,7 +64,6 @@ class T5Form(Form[EncoderDecoderConfig]):
         return {"decoder_start_token_id": found["pad_token_id"], **found}
 
 
-@dataclasses.dataclass(frozen=True)
 class OutputLayer:
     """tie_word_embeddings, and scale_decoder_outputs, which transformers 5 makes of it and writes beside it."""
 

@@ -48,7 +48,6 @@ class BertForm(Form[BertConfig]):
         return {"weight": "embedding", "bias": "head_bias"}[name.rpartition(".")[2]]
 
 
-@dataclasses.dataclass(frozen=True)
 class RobertaPositions:
     """max_position_embeddings counts the rows before the first position too: those up to pad_token_id."""
 
@@ -66,7 +65,6 @@ class RobertaPositions:
         return {"pad_token_id": offset - 1, "max_position_embeddings": ours["max_positions"] + offset}
 
 
-@dataclasses.dataclass(frozen=True)
 class NumClasses:
     """The length of id2label, which transformers makes of num_labels if it is not there."""
 
@@ -175,9 +173,7 @@ def _family(
     architecture: str, always: dict[str, Any], options: Options, weights: tuple[Row, ...], ignored: tuple[str, ...] = ()
 ) -> Family:
     model_type = "roberta" if architecture.startswith("Roberta") else "bert"
-    return Family(
-        architecture, model_type, always, options, weights, _old_names(weights), BertForm(BertConfig()), ignored
-    )
+    return Family(architecture, model_type, always, options, weights, _old_names(weights), _FORM, ignored)
 
 
 _FORM = BertForm(BertConfig())

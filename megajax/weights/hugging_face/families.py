@@ -32,7 +32,6 @@ class RotatedDims:
         return {"rotary_dim": round(ours["rope.fraction"] * ours["head_dim"])}
 
 
-@dataclasses.dataclass(frozen=True)
 class FalconOptions:
     """Key-value heads and parallel residuals."""
 

@@ -1,6 +1,7 @@
 """A Hugging Face folder as the source of a run: its model, weights and tokenizer."""
 
 import contextlib
+import dataclasses
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -10,8 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from megajax.checkpoint.layout import Rows, of_layers, stack_of
-from megajax.checkpoint.piecewise import Index, PiecewiseArray, StoredParameter, pieces
+from megajax.checkpoint.layout import Rows, stack_of
+from megajax.checkpoint.piecewise import PiecewiseArray, StoredParameter, pieces
 from megajax.config import Config
 from megajax.data.config import DataConfig
 from megajax.data.tokenizers.load import load_tokenizer
@@ -108,13 +109,17 @@ class Folder:
         if self.files.num_quantized:
             logger.info("%s: %d quantised matrices are dequantised", self, self.files.num_quantized)
 
-        def load(path, leaf, numbers):
+        def load(path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+            name = name_of(path)
+            stack = stack_of(name, layer_rows)
+            numbers = None if stack is None else layer_rows[stack]
+
             def read(index):
-                return self.reader.read(name_of(path), numbers, index, leaf.dtype)
+                return self.reader.read(name, numbers, index, leaf.dtype)
 
             return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
 
-        return _with_rows(load, abstract, layer_rows)
+        return jax.tree_util.tree_map_with_path(load, abstract)
 
     def open(self, name: str, layer_rows: Rows) -> StoredParameter:
         """A parameter, to be read layer by layer, in the dtype of the folder; of a quantised folder in float32."""
@@ -123,17 +128,12 @@ class Folder:
         return StoredParameter([(layer, self._of_layer(name, layer)) for layer in layers], None)
 
     def _of_layer(self, name: str, layer: int | None) -> PiecewiseArray:
-        shape = self.map.shapes[name]
         dtype = np.dtype(np.float32) if self.files.num_quantized else self.reader.dtypes[name]
+        array = self.reader.array(name, dtype)
+        layers = self.map.layers_of(name)
+        row = () if layers is None else (layers.tolist().index(layer),)
         order = self.reader.order(name, () if layer is None else (layer,))
-        if layer is None:
-            return PiecewiseArray(shape, dtype, lambda index: self.reader.read(name, None, index, dtype), order)
-        number = np.array([layer])
-
-        def read(index: Index) -> np.ndarray:
-            return self.reader.read(name, number, (slice(None), *index), dtype)[0]
-
-        return PiecewiseArray(shape[1:], dtype, read, order)
+        return dataclasses.replace(array.at(row), order=order)
 
     @property
     def weight_format(self) -> WeightFormat | None:
@@ -255,20 +255,3 @@ def _problems_in(file: Path) -> Iterator[None]:
         raise ValueError(f"{file}: {error} is missing") from None
     except (TypeError, AttributeError, ArithmeticError, IndexError) as error:
         raise ValueError(f"{file} has a value of another kind than its key needs ({error})") from None
-
-
-def _with_rows(form, abstract: dict, layer_rows: Rows) -> dict:
-    """Maps form(path, leaf, layer numbers or None) over the leaves."""
-    paths = jax.tree_util.tree_map_with_path(lambda path, _: _Path(path), abstract)
-
-    def apply(leaf, stack, path):
-        return form(path.keys, leaf, None if stack is None else layer_rows[stack])
-
-    return of_layers(apply, abstract, layer_rows, paths)
-
-
-class _Path:
-    """Wraps a path as a leaf: a tuple would be traversed as part of the tree."""
-
-    def __init__(self, keys: tuple):
-        self.keys = keys

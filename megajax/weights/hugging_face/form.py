@@ -237,7 +237,7 @@ def _canonical_moe(moe: MoeConfig) -> MoeConfig:
 
 def _canonical_rope(rope: RopeConfig) -> RopeConfig:
     always = ("base", "fraction", "interleaved", "local_base", "scaling", "attention_factor")
-    read = (*always, *SCALINGS.get(rope.scaling, {}).values())
+    read = (*always, "factors", *SCALINGS.get(rope.scaling.removesuffix("_exact"), {}).values())
     ramp = None if rope.ramp == RAMPS.get(rope.scaling) else rope.ramp
     return RopeConfig(**{name: getattr(rope, name) for name in read}, ramp=ramp)
 

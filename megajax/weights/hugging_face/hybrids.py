@@ -57,7 +57,6 @@ class HybridForm(DecoderForm[HybridConfig]):
         )
 
 
-@dataclasses.dataclass(frozen=True)
 class OnlyMamba:
     """Every layer is a Mamba-2 layer; there is no key."""
 
@@ -72,7 +71,6 @@ class OnlyMamba:
         return {}
 
 
-@dataclasses.dataclass(frozen=True)
 class Pattern:
     """layers_block_type, or hybrid_override_pattern of older folders; the second is written too."""
 
@@ -138,7 +136,6 @@ class OfExperts:
         return theirs
 
 
-@dataclasses.dataclass(frozen=True)
 class TimeStepLimit:
     """time_step_limit: the lower and the upper limit. Infinity is what JSON has for it, or since version 5 a dict."""
 
@@ -154,7 +151,6 @@ class TimeStepLimit:
         return {"time_step_limit": [ours["mamba.dt_min"], self.infinity if high is None else high]}
 
 
-@dataclasses.dataclass(frozen=True)
 class Expand:
     """expand: the channels of all heads over hidden_size. It follows from the heads, and must be a whole number."""
 

@@ -72,7 +72,6 @@ WINDOWED = "sliding_attention"
 PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
 
 
-@dataclasses.dataclass(frozen=True)
 class NoWindow:
     """The keys of a window that is switched off."""
 
@@ -89,7 +88,6 @@ class NoWindow:
         return {"use_sliding_window": False}
 
 
-@dataclasses.dataclass(frozen=True)
 class NoRope:
     """no_rope_layers of SmolLM 3: 0 for a layer without rotary embedding."""
 
@@ -115,7 +113,6 @@ def _check_length(name: str, given: Any, number: int) -> None:
         raise ValueError(f"{name} must be a list with an entry for each of the {number} layers")
 
 
-@dataclasses.dataclass(frozen=True)
 class ExpertLayers:
     """decoder_sparse_step and mlp_only_layers of Qwen: every n-th layer has experts, but for the named ones."""
 
@@ -168,17 +165,17 @@ class SigmoidRouter:
         return {
             "moe.router.score": "sigmoid",
             "moe.router.top_k": top_k,
-            "moe.router.num_groups": num_groups,
-            "moe.router.top_groups": top_groups,
+            "moe.router.groups": (num_groups, top_groups),
             # Their bias is loaded, and goes on moving if the model is trained.
             "moe.router.bias_update_rate": 1e-3,
         }
 
     def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
+        num_groups, top_groups = ours["moe.router.groups"]
         theirs = {
             "num_experts_per_tok": ours["moe.router.top_k"],
-            "n_group": ours["moe.router.num_groups"],
-            "topk_group": ours["moe.router.top_groups"],
+            "n_group": num_groups,
+            "topk_group": top_groups,
             "norm_topk_prob": ours["moe.router.top_k"] > 1,
         }
         self.read(theirs)

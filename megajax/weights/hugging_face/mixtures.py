@@ -1,6 +1,5 @@
 """The Hugging Face decoders with experts: tables of their options and tensors, as those of families.py."""
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +23,6 @@ from megajax.weights.hugging_face.options import Choice, Option, Options
 from megajax.weights.hugging_face.rope import ROPE, Rope
 
 
-@dataclasses.dataclass(frozen=True)
 class DeepseekOptions:
     """Which layers have experts, the width of the shared experts, and YaRN's factor on the scores."""
 

@@ -17,11 +17,11 @@ SCALINGS = {
     },
     "yarn": {
         "factor": "factor", "original_max_position_embeddings": "original_length",
-        "attention_factor": "attention_factor", "truncate": "truncate",
+        "attention_factor": "attention_factor",
     },
     "longrope": {
-        "factor": "factor", "original_max_position_embeddings": "original_length", "short_factor": "short_factors",
-        "long_factor": "long_factors", "attention_factor": "attention_factor",
+        "factor": "factor", "original_max_position_embeddings": "original_length",
+        "attention_factor": "attention_factor",
     },
 }  # fmt: skip
 
@@ -104,7 +104,6 @@ def _check_rotated(name: str, fraction: float, head_dim: int) -> None:
         raise ValueError(f"{name}={fraction} rotates an odd number of entries, {rotated} of head_dim={head_dim}")
 
 
-@dataclasses.dataclass(frozen=True)
 class TwoRopes:
     """Gemma 3: another base, never scaled, in the layers with a window."""
 
@@ -166,7 +165,8 @@ def read_scaling(
         raise ValueError(f"rope_type={kind} is not supported; supported are default, {', '.join(supported)}")
     ends = RAMP_KEYS.get(kind, ())
     names = {*SCALINGS.get(kind, ()), *ends, "rope_type", "type", "rope_theta", "partial_rotary_factor"}
-    names |= {"mscale", "mscale_all_dim"} if kind == "yarn" else set()
+    names |= {"mscale", "mscale_all_dim", "truncate"} if kind == "yarn" else set()
+    names |= {"short_factor", "long_factor"} if kind == "longrope" else set()
     if unknown := sorted(key for key, value in scaling.items() if key not in names and value is not None):
         raise ValueError(f"rope_type={kind}: {', '.join(unknown)} is not supported in {name}")
     if kind == "default":
@@ -181,13 +181,14 @@ def read_scaling(
     if missing := [key for key in ("factor", "short_factor", "long_factor") if key in names - known.keys()]:
         raise ValueError(f"rope_type={kind} needs {', '.join(missing)} in {name}")
     found = {f"rope.{ours}": known[key] for key, ours in SCALINGS[kind].items() if key in known}
-    found = {key: tuple(value) if isinstance(value, list) else value for key, value in found.items()}
     found |= {key: float(value) for key, value in found.items() if type(value) is int}
     found["rope.original_length"] = int(known["original_max_position_embeddings"] or 8192)
     ramp = tuple(float(known.get(key) or usual) for key, usual in zip(ends, RAMPS.get(kind, ()), strict=True))
     if ramp != RAMPS.get(kind, ()):
         found["rope.ramp"] = ramp
-    return {"rope.scaling": kind, **found}
+    if kind == "longrope":
+        found["rope.factors"] = (*map(float, known["short_factor"]), *map(float, known["long_factor"]))
+    return {"rope.scaling": "yarn_exact" if known.get("truncate") is False else kind, **found}
 
 
 def _original_length(kind: str, scaling: Mapping[str, Any], theirs: Mapping[str, Any], default: int | None) -> Any:
@@ -208,12 +209,17 @@ def write_scaling(ours: Mapping[str, Any]) -> dict[str, Any] | None:
     kind = ours["rope.scaling"]
     if kind == "none":
         return None
-    found = {name: ours[f"rope.{field}"] for name, field in SCALINGS[kind].items()}
-    found = {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+    exact = {}
+    if kind == "yarn_exact":
+        kind = "yarn"
+        exact = {"truncate": False}
+    found = {name: ours[f"rope.{field}"] for name, field in SCALINGS[kind].items()} | exact
+    if kind == "longrope":
+        factors = list(ours["rope.factors"])
+        middle = len(factors) // 2
+        found |= {"short_factor": factors[:middle], "long_factor": factors[middle:]}
     if kind in RAMP_KEYS:
         found |= dict(zip(RAMP_KEYS[kind], ours["rope.ramp"] or RAMPS[kind], strict=True))
-    if found.get("truncate", False) is True:
-        del found["truncate"]
     if kind == "dynamic":  # transformers uses max_position_embeddings and warns about other keys
         del found["original_max_position_embeddings"]
     return {"rope_type": kind, **{name: value for name, value in found.items() if value is not None}}

@@ -17,20 +17,23 @@ _EXPERT_GATE, _EXPERT_UP, _EXPERT_DOWN, _ROUTER = (
 _SHARED = "layers.moe.mlp.shared"
 _HEAD = linear("lm_head", "head")
 
+
+def _attention(theirs: str, out: str) -> tuple[Row, ...]:
+    names = {"q_proj": _Q, "k_proj": _K, "v_proj": _V, out: _OUT}
+    return tuple(row for name, ours in names.items() for row in linear(f"{theirs}.{name}", ours))
+
+
+def _gated(theirs: str, ours: str) -> tuple[Row, ...]:
+    return tuple(row for name in ("gate", "up", "down") for row in linear(f"{theirs}.{name}_proj", f"{ours}.{name}"))
+
+
 _LLAMA_OUTSIDE = (Row("model.embed_tokens.weight", ("embedding",)), *norm("model.norm", "final_norm"), *_HEAD)
 _LLAMA_ATTENTION = (
-    *linear("model.layers.{}.self_attn.q_proj", _Q),
-    *linear("model.layers.{}.self_attn.k_proj", _K),
-    *linear("model.layers.{}.self_attn.v_proj", _V),
-    *linear("model.layers.{}.self_attn.o_proj", _OUT),
+    *_attention("model.layers.{}.self_attn", "o_proj"),
     *norm("model.layers.{}.self_attn.q_norm", _L + "attention.query_norm"),
     *norm("model.layers.{}.self_attn.k_norm", _L + "attention.key_norm"),
 )
-_LLAMA_MLP = (
-    *linear("model.layers.{}.mlp.gate_proj", _GATE),
-    *linear("model.layers.{}.mlp.up_proj", _UP),
-    *linear("model.layers.{}.mlp.down_proj", _DOWN),
-)
+_LLAMA_MLP = _gated("model.layers.{}.mlp", "layers.dense.mlp")
 _LLAMA_NORMS = (
     *norm("model.layers.{}.input_layernorm", _L + "attention_norm"),
     *norm("model.layers.{}.post_attention_layernorm", _L + "mlp_norm"),
@@ -70,10 +73,7 @@ STARCODER2 = (
 PHI = (
     Row("model.embed_tokens.weight", ("embedding",)),
     *norm("model.layers.{}.input_layernorm", _L + "attention_norm"),
-    *linear("model.layers.{}.self_attn.q_proj", _Q),
-    *linear("model.layers.{}.self_attn.k_proj", _K),
-    *linear("model.layers.{}.self_attn.v_proj", _V),
-    *linear("model.layers.{}.self_attn.dense", _OUT),
+    *_attention("model.layers.{}.self_attn", "dense"),
     *linear("model.layers.{}.mlp.fc1", _UP),
     *linear("model.layers.{}.mlp.fc2", _DOWN),
     *norm("model.final_layernorm", "final_norm"),
@@ -94,10 +94,7 @@ GPT2 = (
 GPTJ = (
     Row("transformer.wte.weight", ("embedding",)),
     *norm("transformer.h.{}.ln_1", _L + "attention_norm"),
-    *linear("transformer.h.{}.attn.q_proj", _Q),
-    *linear("transformer.h.{}.attn.k_proj", _K),
-    *linear("transformer.h.{}.attn.v_proj", _V),
-    *linear("transformer.h.{}.attn.out_proj", _OUT),
+    *_attention("transformer.h.{}.attn", "out_proj"),
     *linear("transformer.h.{}.mlp.fc_in", _UP),
     *linear("transformer.h.{}.mlp.fc_out", _DOWN),
     *norm("transformer.ln_f", "final_norm"),
@@ -154,17 +151,13 @@ MIXTRAL = (
     *linear("model.layers.{}.block_sparse_moe.experts.{}.w2", _EXPERT_DOWN),
 )
 _QWEN_SHARED = (
-    *linear("model.layers.{}.mlp.shared_expert.gate_proj", f"{_SHARED}.gate"),
-    *linear("model.layers.{}.mlp.shared_expert.up_proj", f"{_SHARED}.up"),
-    *linear("model.layers.{}.mlp.shared_expert.down_proj", f"{_SHARED}.down"),
+    *_gated("model.layers.{}.mlp.shared_expert", _SHARED),
     *linear("model.layers.{}.mlp.shared_expert_gate", f"{_SHARED}_gate"),
 )
 _QWEN_MOE = (*LLAMA, *linear("model.layers.{}.mlp.gate", _ROUTER), *_QWEN_SHARED)
 QWEN_MOE = (
     *_QWEN_MOE,
-    *linear("model.layers.{}.mlp.experts.{}.gate_proj", _EXPERT_GATE),
-    *linear("model.layers.{}.mlp.experts.{}.up_proj", _EXPERT_UP),
-    *linear("model.layers.{}.mlp.experts.{}.down_proj", _EXPERT_DOWN),
+    *_gated("model.layers.{}.mlp.experts.{}", "layers.moe.mlp"),
 )
 # As transformers 5 has them in memory, which save_pretrained(save_original_format=False) writes.
 FUSED_EXPERTS = (
@@ -189,12 +182,8 @@ DEEPSEEK_V3 = (
     *_LLAMA_MLP,
     Row("model.layers.{}.mlp.gate.weight", (_ROUTER,), "linear"),
     Row("model.layers.{}.mlp.gate.e_score_correction_bias", (f"{_ROUTER}_expert_bias",)),
-    *linear("model.layers.{}.mlp.experts.{}.gate_proj", _EXPERT_GATE),
-    *linear("model.layers.{}.mlp.experts.{}.up_proj", _EXPERT_UP),
-    *linear("model.layers.{}.mlp.experts.{}.down_proj", _EXPERT_DOWN),
-    *linear("model.layers.{}.mlp.shared_experts.gate_proj", f"{_SHARED}.gate"),
-    *linear("model.layers.{}.mlp.shared_experts.up_proj", f"{_SHARED}.up"),
-    *linear("model.layers.{}.mlp.shared_experts.down_proj", f"{_SHARED}.down"),
+    *_gated("model.layers.{}.mlp.experts.{}", "layers.moe.mlp"),
+    *_gated("model.layers.{}.mlp.shared_experts", _SHARED),
 )
 
 

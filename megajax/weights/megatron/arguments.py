@@ -302,24 +302,24 @@ def _router(given: Arguments) -> RouterConfig:
         raise given.refuse("moe_router_load_balancing_type")
     coefficients = given.get("moe_aux_loss_coeff", default=0.0)
     coefficients = [coefficients] * len(kinds) if isinstance(coefficients, int | float) else list(coefficients)
-    losses = {_BALANCE[kind]: float(value) for kind, value in zip(kinds, coefficients, strict=True) if _BALANCE[kind]}
-    losses.pop("batch", None)  # a checkpoint has no state of it
+    named = zip((_BALANCE[kind] for kind in kinds), coefficients, strict=True)
+    # A checkpoint has no state of the loss of a batch.
+    losses: dict[Any, float] = {scope: float(value) for scope, value in named if scope not in (None, "batch")}
     if len(losses) > 1:
         raise given.refuse("moe_router_load_balancing_type")
-    scope, coefficient = next(iter(losses.items()), ("microbatch", 0.0))
+    scope: Any = next(iter(losses), "microbatch")
     has_bias = bool(given.get("moe_router_enable_expert_bias", default=False))
     return RouterConfig(
         top_k=given.size("moe_router_topk"),
         score="softmax_all" if score == "softmax" and pre_softmax else _SCORES[score],
         scale=float(given.get("moe_router_topk_scaling_factor", default=1.0)),
-        num_groups=given.get("moe_router_num_groups", default=1),
-        top_groups=given.get("moe_router_group_topk", default=1),
+        groups=(given.get("moe_router_num_groups", default=1), given.get("moe_router_group_topk", default=1)),
         bias_update_rate=given.get("moe_router_bias_update_rate", default=1e-3) if has_bias else None,
         assignment="sinkhorn" if "sinkhorn" in kinds else "top_k",
         z_loss=float(given.get("moe_z_loss_coeff", default=0.0)),
         capacity_factor=given.get("moe_expert_capacity_factor"),
         drop="position" if given.get("moe_token_drop_policy") == "position" else "probability",
-        aux_loss=coefficient,
+        aux_loss=losses.get(scope, 0.0),
         aux_loss_scope=scope,
     )
 

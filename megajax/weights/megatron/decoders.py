@@ -12,6 +12,9 @@ _MTP = "mtp.layers.{}."  # of one layer of multi-token prediction, around the tr
 
 
 def table(config: DecoderConfig) -> Table:
+    """Raises ValueError for layers that Megatron does not have."""
+    if config.parallel_residual != "none":
+        raise ValueError(f"model.parallel_residual={config.parallel_residual}: Megatron has no such layers")
     is_gated = config.activation in GATED
     layer = (
         *norm(f"{LAYER}input_layernorm", "layers.*.attention_norm"),

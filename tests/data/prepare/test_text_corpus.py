@@ -77,9 +77,7 @@ def test_texts_that_cannot_be_used_are_refused(config, tmp_path):
 
 
 def test_the_standard_library_becomes_training_data_with_its_own_tokenizer(tmp_path):
-    config = DataConfig(
-        source="text", text=("stdlib",), tokenizer="sentencepiece:2048", cache_dir=str(tmp_path), num_threads=0
-    )
+    config = DataConfig(source="text", text=("stdlib",), tokenizer="sentencepiece:2048", cache_dir=str(tmp_path))
     start = time.perf_counter()
     datasets = Language().datasets(
         config, DecoderConfig(), Amounts(256, 1, num_train_samples=1000, num_eval_samples=10)

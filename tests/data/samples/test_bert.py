@@ -101,9 +101,9 @@ def test_runs_are_those_of_a_sequential_walk(documents, min_sentences, sequence_
             bert(documents, None, sequence_length, **options)
         return
     dataset = bert(documents, None, sequence_length, **options)
-    starts = dataset.runs.indexed.document_indices
+    starts = dataset.indexed.document_indices
     rows = sorted((starts[d] + first, 0, starts[d] + end - 1, documents[d][end - 1]) for d, first, end in want)
-    assert sorted(map(tuple, dataset.runs.rows.tolist())) == rows
+    assert sorted(map(tuple, dataset.rows.tolist())) == rows
 
 
 @settings(max_examples=60, deadline=None)
@@ -126,9 +126,9 @@ def test_every_sentence_is_in_exactly_one_sample_of_an_epoch(
     dataset = bert(documents, num_samples, sequence_length, seed, **options)
     want = np.concatenate([FIRST + d * PLACES + np.arange(sum(documents[d])) for d in usable])
     assert dataset.tokens_per_epoch == len(want)
-    assert dataset.runs.documents.tolist() == usable
+    assert dataset.documents.tolist() == usable
     assert len(dataset) >= (num_samples or 1)
-    texts = [np.concatenate(dataset.runs.read(i)) for i in range(len(dataset))]
+    texts = [np.concatenate(dataset.sentences(i)) for i in range(len(dataset))]
     for text in texts:  # of one document, in order
         assert (np.diff(text) == 1).all() and len(set((text - FIRST) // PLACES)) == 1
     while texts:  # epoch after epoch
@@ -143,8 +143,8 @@ def test_epochs_have_other_orders_and_short_samples_other_bounds():
     for short, same_runs in ((0.0, True), (0.5, False)):
         one = bert(documents, next_sentence="sop", short_sequence_probability=short)
         two = bert(documents, len(one) + 1, next_sentence="sop", short_sequence_probability=short)
-        first, second = two.runs.rows[: len(one)], two.runs.rows[len(one) :]
-        assert np.array_equal(first, one.runs.rows)
+        first, second = two.rows[: len(one)], two.rows[len(one) :]
+        assert np.array_equal(first, one.rows)
         assert not np.array_equal(first, second[: len(one)])
         assert (sorted(first.tolist()) == sorted(second.tolist())) == same_runs
 
@@ -166,7 +166,7 @@ def test_next_sentence_label_says_the_truth(kind):
             assert label == (b[0] < a[0])
         if not (kind == "nsp" and label):
             # halves of one run: one begins after a sentence of the other, up to what was trimmed
-            run = np.concatenate(dataset.runs.read(i)) - FIRST
+            run = np.concatenate(dataset.sentences(i)) - FIRST
             assert np.isin(np.concatenate([a, b]), run).all()
             if len(run) <= 29:
                 assert len(a) + len(b) == len(run)

@@ -88,7 +88,7 @@ def test_encoder_and_labels_make_the_text(source, sequence_length, decoder_lengt
     )
     for i in range(0, len(dataset), 13):
         sample = dataset[i]
-        text, run = put_together(sample, sentinels), np.concatenate(dataset.runs.read(i))
+        text, run = put_together(sample, sentinels), np.concatenate(dataset.sentences(i))
         # a window of the run: nothing lost but what does not fit
         assert len(text) == min(len(run), sequence_length)
         assert (np.diff(text) == 1).all() and np.isin(text, run).all()
@@ -144,7 +144,7 @@ def test_spans_end_where_sentinels_or_the_decoder_end(source, limits):
     for i in range(len(dataset)):
         sample = dataset[i]
         text = put_together(sample, limits.get("sentinel_ids", SENTINELS))
-        assert len(text) == min(200, sum(map(len, dataset.runs.read(i))))
+        assert len(text) == min(200, sum(map(len, dataset.sentences(i))))
         counts.append(len(spans(sample, limits.get("sentinel_ids", SENTINELS))))
     if "sentinel_ids" in limits:
         assert max(counts) == 3
@@ -159,7 +159,7 @@ def test_an_epoch_reads_every_token_once_before_trimming(source, sequence_length
     dataset = t5(source, (epochs - 1) * len(one) + 1, sequence_length, seed)
     want = np.concatenate([source.read(sequence) for sequence in range(len(source))])
     assert dataset.tokens_per_epoch == len(want)
-    texts = np.concatenate([np.concatenate(dataset.runs.read(i)) for i in range(len(dataset))])
+    texts = np.concatenate([np.concatenate(dataset.sentences(i)) for i in range(len(dataset))])
     assert len(texts) % len(want) == 0
     for epoch in np.split(texts, len(texts) // len(want)):
         assert np.array_equal(np.sort(epoch), np.sort(want))
@@ -179,7 +179,7 @@ def test_special_tokens_of_the_text_are_not_cut_out_and_sentinels_are_refused(tm
     dataset = t5(IndexedDataset(tmp_path / "x"), masking=Masking(0.9, 3))
     seen = 0
     for i in range(len(dataset)):
-        if dataset.runs.rows[i, 0] == 2:
+        if dataset.rows[i, 0] == 2:
             with pytest.raises(ValueError, match=f"id {SENTINELS[5]}.*T5Format.sentinel_ids"):
                 dataset[i]
         else:

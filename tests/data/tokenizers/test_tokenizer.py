@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megajax.data.prepare.read_input import Reader
+from megajax.data.prepare.train_tokenizer import train_tokenizer
 from megajax.data.tokenizers.chat_template import CHATML, load_chat_template
 from megajax.data.tokenizers.load import check_tokenizer_spec, load_saved_tokenizer, load_tokenizer, save_tokenizer
-from megajax.data.tokenizers.train_sentencepiece import train_sentencepiece
 
 STDLIB_FILES = [argparse.__file__, string.__file__, Path(argparse.__file__).with_name("decimal.py")]
 STDLIB_FILES += [Path(argparse.__file__).with_name(name) for name in ("ast.py", "pathlib.py", "typing.py")]
@@ -29,9 +30,13 @@ HARD_TEXTS = [
 texts = st.text(st.one_of(st.characters(exclude_categories=["Cs"]), st.sampled_from(" \t\n\u2581ab(")), max_size=60)
 
 
+def trained(files, prefix, size):
+    return train_tokenizer(files, f"sentencepiece:{size}", str(prefix), Reader(), "raise")
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
-    return train_sentencepiece([str(path) for path in STDLIB_FILES], str(tmp_path_factory.mktemp("model") / "t"), 600)
+    return trained([str(path) for path in STDLIB_FILES], tmp_path_factory.mktemp("model") / "t", 600)
 
 
 def write_tiktoken(path: Path, side: dict | None = None) -> str:
@@ -100,7 +105,7 @@ def test_any_text_round_trips_exactly(exact, text):
 
 
 def test_training_is_deterministic_and_learns_indentation(model, tmp_path):
-    again = train_sentencepiece([str(path) for path in STDLIB_FILES], str(tmp_path / "again"), 600)
+    again = trained([str(path) for path in STDLIB_FILES], tmp_path / "again", 600)
     assert Path(again).read_bytes() == Path(model).read_bytes()
     tokenizer = load_tokenizer(model)
     assert tokenizer.vocab_size == 600
@@ -273,4 +278,4 @@ def test_missing_and_broken_files_are_refused_by_name(tmp_path):
 def test_too_many_pieces_for_the_text_is_refused(tmp_path):
     (tmp_path / "small.txt").write_text("one two three\n" * 3)
     with pytest.raises(ValueError, match="data.tokenizer=sentencepiece:5000"):
-        train_sentencepiece([str(tmp_path / "small.txt")], str(tmp_path / "t"), 5000)
+        trained([str(tmp_path / "small.txt")], tmp_path / "t", 5000)

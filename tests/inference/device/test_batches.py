@@ -7,7 +7,7 @@ import numpy as np
 
 from megajax.inference.config import ServingConfig
 from megajax.inference.device.batches import Batches, Shapes
-from megajax.inference.scheduling.scheduler import Chunk, Prefill, Request, Sequence
+from megajax.inference.scheduling.work import Chunk, Prefill, Request, Sequence
 from megajax.inference.tokens.sampling import Sampling
 from megajax.layers.attention.kv_cache import PoolSizes
 

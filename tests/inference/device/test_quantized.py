@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megajax.checkpoint.checkpointer import Checkpointer
+from megajax.checkpoint.layout import recorded
 from megajax.config import Config
 from megajax.inference.device import weights
 from megajax.inference.device.weights import serving_weights
@@ -55,7 +56,7 @@ def run_dir(tmp_path_factory):
     with Checkpointer(run_dir, config.checkpoint) as checkpointer:
         for step in (1, 2):
             params = jax.device_put(random_params(model, step), model.shardings(mesh))
-            checkpointer.save(step, params, {"count": jnp.int32(0)}, {})
+            checkpointer.save(step, params, {"count": jnp.int32(0)}, recorded(model.layer_rows))
     return run_dir
 
 

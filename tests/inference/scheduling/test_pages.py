@@ -9,8 +9,9 @@ import pytest
 from megajax.inference.device.programs import Drawn
 from megajax.inference.results import Results
 from megajax.inference.scheduling.pages import KeptStates, PagePool
-from megajax.inference.scheduling.scheduler import Decode, Limits, Prefill, Request, Scheduler, Sequence, Wait
+from megajax.inference.scheduling.scheduler import Limits, Scheduler
 from megajax.inference.scheduling.waiting import Owner
+from megajax.inference.scheduling.work import Decode, Prefill, Request, Sequence, Wait
 from megajax.inference.tokens.sampling import Sampling
 
 
@@ -38,7 +39,8 @@ def test_least_recently_used_pages_go_first_and_ends_before_beginnings():
     assert pool.allocate(1) == [old[1]]
     assert pool.allocate(1) == [old[0]]
     assert pool.match([3, 4, 5]) == new
-    assert pool.allocate(1) is None
+    with pytest.raises(KeyError):
+        pool.allocate(1)
     pool.release(new)
     pool.forget()
     assert pool.match([3, 4, 5]) == [] and pool.num_free == 2

@@ -47,8 +47,8 @@ def test_yarn_angles_equal_megatrons():
     np.testing.assert_allclose(sin[0], YARN.concentration * np.sin(wanted), atol=1e-6)
 
 
-LONGROPE = dict(scaling="longrope", factor=8.0, original_length=1024, short_factors=(1.0, 1.1, 1.5, 2.0),
-                long_factors=(1.0, 2.0, 4.0, 8.0))  # fmt: skip
+LONGROPE = dict(scaling="longrope", factor=8.0, original_length=1024,
+                factors=(1.0, 1.1, 1.5, 2.0, 1.0, 2.0, 4.0, 8.0))  # fmt: skip
 MSCALE = (0.07 * math.log(8) + 1) / (0.1 * math.log(8) + 1)  # of mscale over that of mscale_all_dim
 
 
@@ -93,7 +93,7 @@ def test_local_layers_have_another_base_and_no_scaling():
 
 @pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
 def test_training_beyond_the_length_that_sets_the_wavelengths_is_refused(scaling):
-    factors = dict(short_factors=(1.0,) * 4, long_factors=(2.0,) * 4) if scaling == "longrope" else {}
+    factors = dict(factors=(1.0,) * 4 + (2.0,) * 4) if scaling == "longrope" else {}
     rope = RopeConfig(scaling=scaling, original_length=16, **factors)
     check = lambda rope, length: DecoderConfig(
         num_heads=4, embed_dim=32, position="rope", rope=rope
@@ -105,10 +105,10 @@ def test_training_beyond_the_length_that_sets_the_wavelengths_is_refused(scaling
 
 
 def test_factors_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="model.rope.short_factors has 4 numbers; .* each of the 8 pairs"):
+    with pytest.raises(ValueError, match="model.rope.factors has 8 numbers; .* each of the 8 pairs"):
         RopeConfig(**LONGROPE).check(16)
-    with pytest.raises(ValueError, match="model.rope.long_factors has 1 numbers; .* otherwise none"):
-        RopeConfig(long_factors=(1.0,)).check(16)
+    with pytest.raises(ValueError, match="model.rope.factors has 1 numbers; .* otherwise none"):
+        RopeConfig(factors=(1.0,)).check(16)
     with pytest.raises(
         ValueError, match="model.rope.length=9 is read with model.rope.scaling=dynamic or longrope, not"
     ):
@@ -170,5 +170,7 @@ def test_tables_follow_the_positions_and_keep_the_dtype():
 def test_ends_of_a_scaling_that_are_not_in_order_are_refused():
     with pytest.raises(ValueError, match="model.rope.ramp=4.0,4.0 must ascend; --model.rope.ramp=1.0,4.0 is usual"):
         RopeConfig(scaling="llama3", ramp=(4.0, 4.0)).check(64)
-    with pytest.raises(ValueError, match="model.rope.ramp=1.0,4.0 is read with .*=llama3 or yarn, not linear"):
+    with pytest.raises(
+        ValueError, match="model.rope.ramp=1.0,4.0 is read with .*=llama3 or yarn or yarn_exact, not linear"
+    ):
         RopeConfig(scaling="linear", ramp=(1.0, 4.0)).check(64)

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from megajax.layers.feed_forward.mlp import MlpConfig
 from megajax.layers.feed_forward.moe import ExpertsConfig, MoeConfig
 from megajax.layers.feed_forward.router import RouterConfig
+from megajax.layers.layer import NoState
 from megajax.mesh.sharding import weight_shardings
 from megajax.parallel.expert import AllGather, AllToAll, choose_exchange, exchange_of, make_plan, rounds_needed
 from megajax.parameters import Structure, records
@@ -20,18 +22,20 @@ B, T, D, F, E, K = 8, 6, 8, 12, 8, 2
 # float32 in another order of additions
 TOLERANCE = dict(rtol=1e-5, atol=1e-5)
 CONFIG = ExpertsConfig(
-    moe=MoeConfig(E, shared_dim=4, shared_gate=True, router=RouterConfig(top_k=K)), embed_dim=D, mlp_dim=F,
-    activation="swiglu", init_std=0.5, out_init_std=0.5, context="ring", dispatch="auto", buffer=1.0,
+    D, F, "swiglu", False, 0.5, 0.5,
+    num_experts=E, router=RouterConfig(top_k=K), shared=MlpConfig(D, 4, "swiglu", False, 0.5, 0.5), shared_gate=True,
+    context="ring", dispatch="auto", buffer=1.0,
 )  # fmt: skip
 
 
-def parts_of(config: ExpertsConfig, **how):
-    """how: arguments of a call -> (function (weights, x) -> (y, Terms), weights as a nested dict, records)."""
+def parts_of(config: ExpertsConfig, cache=None):
+    """-> (function (weights, x) -> (y, Terms), weights as a nested dict, records)."""
     graphdef, state = nnx.split(config.build(nnx.Rngs(params=0)))
     structure = Structure.of(state)
 
     def apply(weights, x):
-        return nnx.merge(graphdef, structure.to_state(weights))(x, **how)
+        y, _, terms = nnx.merge(graphdef, structure.to_state(weights))(x, {}, cache)
+        return y, terms
 
     return apply, structure.to_tree(state), records(state)
 
@@ -196,8 +200,8 @@ def test_only_the_first_round_saves_activations(make_test_mesh):
 def test_generation_drops_no_token_and_needs_one_round(sizes, make_test_mesh):
     """The router has a capacity, but does not use it."""
     router = RouterConfig(top_k=K, capacity_factor=0.25)
-    config = dataclasses.replace(CONFIG, moe=dataclasses.replace(CONFIG.moe, router=router))
-    apply, _, weight_records = parts_of(config, generates=True)
+    config = dataclasses.replace(CONFIG, router=router)
+    apply, _, weight_records = parts_of(config, NoState())
     mesh = make_test_mesh(**sizes)
     run = jax.jit(apply)
     with jax.set_mesh(mesh):

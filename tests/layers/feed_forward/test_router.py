@@ -33,7 +33,7 @@ def route(config: RouterConfig, logits=LOGITS[None], expert_bias=None, **how):
     ("pre_softmax_top2", RouterConfig(score="softmax_all")),
     ("sigmoid_bias_top2", RouterConfig(score="sigmoid", bias_update_rate=1e-3, scale=2.5)),
     ("group_limited_top4",
-     RouterConfig(top_k=4, score="sigmoid", bias_update_rate=1e-3, num_groups=4, top_groups=2)),
+     RouterConfig(top_k=4, score="sigmoid", bias_update_rate=1e-3, groups=(4, 2))),
     ("drop_capacity0.75", RouterConfig(capacity_factor=0.75)),
 ])  # fmt: skip
 def test_weights_and_experts_are_megatrons(name, config):
@@ -48,7 +48,7 @@ def test_weights_and_experts_are_megatrons(name, config):
 @pytest.mark.parametrize("config", [
     RouterConfig(top_k=1, score="sigmoid"),
     RouterConfig(score="sqrt_softplus", scale=2.0),
-    RouterConfig(top_k=4, score="softmax_all", num_groups=4, top_groups=2),
+    RouterConfig(top_k=4, score="softmax_all", groups=(4, 2)),
 ], ids=["one sigmoid", "sqrt_softplus", "groups by their softmax"])  # fmt: skip
 def test_weights_are_the_formula(config):
     config.check(E)
@@ -58,9 +58,9 @@ def test_weights_are_the_formula(config):
         "sigmoid": 1 / (1 + np.exp(-logits)),
         "sqrt_softplus": np.sqrt(np.log1p(np.exp(logits))),
     }[config.score]
-    groups = np.sort(scores.reshape(64, config.num_groups, -1))[:, :, -(config.top_k // config.top_groups) :].sum(-1)
-    best = groups >= np.sort(groups)[:, -config.top_groups, None]
-    allowed = scores * best.repeat(E // config.num_groups, 1)
+    groups = np.sort(scores.reshape(64, config.groups[0], -1))[:, :, -(config.top_k // config.groups[1]) :].sum(-1)
+    best = groups >= np.sort(groups)[:, -config.groups[1], None]
+    allowed = scores * best.repeat(E // config.groups[0], 1)
     weights = np.where(allowed >= np.sort(allowed)[:, -config.top_k, None], scores, 0)
     if not config.is_softmax and config.top_k > 1:
         weights /= weights.sum(1, keepdims=True)
@@ -84,7 +84,7 @@ def test_a_bias_moves_the_balance_loss_not_at_all():
     config = dict(top_k=4, score="sigmoid", bias_update_rate=1e-3, aux_loss=0.1)
     values = [
         route(RouterConfig(**config, **groups), expert_bias=bias)[2].auxiliary["router_aux_loss"]
-        for bias, groups in ((np.zeros(E, np.float32), {}), (BIAS, dict(num_groups=4, top_groups=2)))
+        for bias, groups in ((np.zeros(E, np.float32), {}), (BIAS, dict(groups=(4, 2))))
     ]
     assert values[0] == values[1]
     scores = 1 / (1 + np.exp(-LOGITS.astype(np.float64)))
@@ -182,9 +182,9 @@ def test_rounding_of_an_even_load_does_not_move_the_bias():
 
 @pytest.mark.parametrize("config, message", [
     (RouterConfig(top_k=9), "top_k=9 is more than model.moe.num_experts=8"),
-    (RouterConfig(num_groups=3), "num_groups=3 does not divide model.moe.num_experts=8"),
-    (RouterConfig(num_groups=2, top_groups=4), "top_groups=4 must be at most model.moe.router.num_groups=2"),
-    (RouterConfig(top_k=3, num_groups=4), "top_k=3 is more than the experts of model.moe.router.top_groups=1"),
+    (RouterConfig(groups=(3, 1)), "groups=3,1: 3 groups do not divide model.moe.num_experts=8"),
+    (RouterConfig(groups=(2, 4)), "groups=2,4: the groups per token must be at most the number of groups"),
+    (RouterConfig(top_k=3, groups=(4, 1)), "top_k=3 is more than the 2 experts of the groups of a token"),
     (RouterConfig(bias_update_rate=1e-3), "use --model.moe.router.score=sigmoid"),
 ])  # fmt: skip
 def test_numbers_that_do_not_fit_are_refused(config, message):

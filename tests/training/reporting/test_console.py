@@ -114,8 +114,8 @@ def screen():
 
     def make(width):
         console = Console(is_terminal=True)
-        console._rich = RichConsole(force_terminal=True, width=width, file=io.StringIO())
-        return console, lambda: re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console._rich.file.getvalue())
+        console.terminal = RichConsole(force_terminal=True, width=width, file=io.StringIO())
+        return console, lambda: re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.terminal.file.getvalue())
 
     return make
 
@@ -220,7 +220,7 @@ console = Console()
 reporter = Reporter(
     0, num_steps=3, every_steps=2, sequence_length=4, schedule=BatchSchedule(8, None, None),
     flops_per_token=lambda *_, **__: 1.0, compute_dtype="float32", num_devices=1, max_consecutive_skips=0,
-    carried=Carried(), console=console, writer=None,
+    carried_before=Carried(), console=console, writer=None,
 )
 for step in (1, 2, 3):
     with reporter.starting(step):

@@ -52,7 +52,7 @@ def reporter(
         first, num_steps=100, every_steps=every_steps, sequence_length=4, schedule=BatchSchedule(8, None, rampup),
         flops_per_token=lambda *_, **__: 1.0, compute_dtype="bfloat16", num_devices=1,
         max_consecutive_skips=max_consecutive_skips,
-        console=console, writer=writer, carried=carried, lowest_loss_scale=lowest_loss_scale,
+        console=console, writer=writer, carried_before=carried, lowest_loss_scale=lowest_loss_scale,
     )  # fmt: skip
 
 

@@ -13,7 +13,10 @@ import tokenizers
 
 from megajax.models.model import Model
 from megajax.precision import PrecisionConfig
+from megajax.weights.hugging_face.export import export_run
 from megajax.weights.hugging_face.folder import Folder
+from megajax.weights.hugging_face.import_folder import import_folder
+from megajax.weights.hugging_face.tensor_files import TensorFiles
 
 LLAMA = dict(
     architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=300, hidden_size=32, intermediate_size=48,
@@ -110,6 +113,21 @@ class Theirs:
 @pytest.fixture(scope="session")
 def load_theirs(transformers):
     return functools.partial(Theirs, transformers)
+
+
+def come_back(folder, tmp_path, copies=()) -> None:
+    """Imported and exported to tmp_path / "back", the tensors are the same, but for copies that are not written."""
+    import_folder(folder, tmp_path / "run")
+    export_run(tmp_path / "run", tmp_path / "back")
+    files, again = TensorFiles(folder), TensorFiles(tmp_path / "back")
+    assert set(again.forms) <= set(files.forms) <= {*again.forms, *copies}
+    for name in again.forms:
+        assert files[name].tobytes() == again[name].tobytes(), name
+
+
+@pytest.fixture(scope="session")
+def assert_same_files():
+    return come_back
 
 
 @pytest.fixture(scope="session")

@@ -15,9 +15,7 @@ import pytest
 
 from megajax.models.model import Model
 from megajax.precision import PrecisionConfig
-from megajax.weights.hugging_face.export import export_run
 from megajax.weights.hugging_face.folder import Folder
-from megajax.weights.hugging_face.import_folder import import_folder
 from megajax.weights.hugging_face.mapping import family_of, read_options, write_options
 from megajax.weights.hugging_face.tensor_files import TensorFiles
 
@@ -55,27 +53,13 @@ def our_logits(path: Path) -> np.ndarray:
     @jax.jit
     def run(weights, batch):
         module = model.module(weights)
-        positions = np.broadcast_to(np.arange(TARGET, dtype=np.int32), (2, TARGET))
-        caches = model.config.new_caches(TARGET, model.execution)
-        inputs = batch | {"encoded": module.encode(batch), "positions": positions}
-        return module.logits(module.extend(inputs, caches)[0])
+        return module.token_logits(module.hidden(batch)[0])
 
     return np.asarray(run(weights, batch()))[..., : folder.model.vocab_size]
 
 
 def assert_same_logits(found: np.ndarray, wanted: np.ndarray) -> None:
     np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE * wanted.std())
-
-
-def assert_same_files(folder: Path, tmp_path: Path) -> dict:
-    """-> config.json on the way back."""
-    import_folder(folder, tmp_path / "run")
-    export_run(tmp_path / "run", tmp_path / "back")
-    files, again = TensorFiles(folder), TensorFiles(tmp_path / "back")
-    assert set(again.forms) == set(files.forms)
-    for name in again.forms:
-        assert files[name].tobytes() == again[name].tobytes(), name
-    return json.loads((tmp_path / "back" / "config.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +69,14 @@ def recorded():
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_logits_are_those_of_transformers_and_the_files_come_back(version, recorded, write_drawn, tmp_path):
+def test_logits_are_those_of_transformers_and_the_files_come_back(
+    version, recorded, write_drawn, assert_same_files, tmp_path
+):
     entries, logits = recorded
     write_drawn(tmp_path / "theirs", entries[version])
     assert_same_logits(our_logits(tmp_path / "theirs"), logits[version])
-    written = assert_same_files(tmp_path / "theirs", tmp_path)
+    assert_same_files(tmp_path / "theirs", tmp_path)
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
     theirs = entries[version]["options"]
     different = {name for name in written if name in theirs and theirs[name] != written[name]}
     assert different <= {"dtype", "tie_word_embeddings"}  # which transformers 5 loses; the next key says it
@@ -130,10 +117,10 @@ def their_logits(model) -> np.ndarray:
 
 
 @pytest.mark.parametrize("saved_as", [False, True])
-def test_an_output_layer_that_the_files_lack_is_tied_and_not_scaled(saved_as, recorded, write_drawn, tmp_path):
+def test_an_output_layer_that_the_files_lack_is_tied_and_not_scaled(
+    saved_as, recorded, write_drawn, assert_same_files, transformers, tmp_path
+):
     """As transformers 5 computes tie_word_embeddings=False, and as it saves this."""
-    pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
     entry = recorded[0]["v1.1"]
     tensors = {name: value for name, value in entry["tensors"].items() if name != "lm_head.weight"}
     options = entry["options"] | dict(tie_word_embeddings=saved_as, scale_decoder_outputs=False)
@@ -147,8 +134,7 @@ def test_an_output_layer_that_the_files_lack_is_tied_and_not_scaled(saved_as, re
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
-def test_logits_equal_transformers_there_and_back(version, tmp_path):
-    transformers = pytest.importorskip("transformers")
+def test_logits_equal_transformers_there_and_back(version, assert_same_files, transformers, tmp_path):
     model = their_model(version)
     model.save_pretrained(tmp_path / "theirs")
     wanted = their_logits(transformers.T5ForConditionalGeneration.from_pretrained(tmp_path / "theirs").eval())

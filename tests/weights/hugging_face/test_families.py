@@ -203,7 +203,8 @@ SPELLINGS = {
          "rope.attention_factor": (0.1 * np.log(40) + 1) / (0.1 * 0.707 * np.log(40) + 1)}),
     "LongRoPE by its old name, without a factor": (
         "Phi3", dict(original_max_position_embeddings=512, rope_scaling=dict(type="su", **LONGROPE)),
-        {"rope.scaling": "longrope", "rope.factor": 4.0, "rope.original_length": 512, "rope.long_factors": (2.0,) * 4},
+        {"rope.scaling": "longrope", "rope.factor": 4.0, "rope.original_length": 512,
+         "rope.factors": (1.0,) * 4 + (2.0,) * 4},
     ),
     "a window that is switched off": ("Qwen2", dict(sliding_window=64, max_window_layers=0), {"window": None}),
     "a window above the layers that there are": (

@@ -491,7 +491,6 @@ def test_fine_tuning_on_conversations_from_a_folder_and_back(llama_folder, tmp_p
         f"--config=hugging_face:{llama_folder}", "--run_dir=run", "--data.paths=chat", "--task.kind=conversations",
         "--training.steps=3", "--training.sequence_length=32", "--optimizer.warmup_steps=0",
         "--optimizer.learning_rate=1e-3", "--training.log_every_steps=1", "--training.eval_every_steps=0",
-        "--data.num_threads=0",
     ]  # fmt: skip
     train.main(arguments)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -68,7 +68,7 @@ VALUES = {
         SCALED | {"rope.scaling": "linear"},
         SCALED | {"rope.scaling": "dynamic", "rope.original_length": 64, "max_positions": 64},
         SCALED | {"rope.scaling": "llama3", "rope.ramp": (0.5, 2.0)},
-        SCALED | {"rope.scaling": "yarn", "rope.ramp": (0.5, 4.0), "rope.truncate": False},
+        SCALED | {"rope.scaling": "yarn_exact", "rope.ramp": (0.5, 4.0)},
         SCALED | {"rope.scaling": "yarn", "rope.attention_factor": 1.5},
         SCALED | {"rope.scaling": "longrope", "rope.length": LENGTH},
     ],
@@ -79,7 +79,7 @@ VALUES = {
     "moe.router.score": ["softmax", "softmax_all", "sigmoid", "sqrt_softplus"],
     "moe.router.scale": [1.5],
     "moe.router.bias_update_rate": [1e-3, None],
-    "moe.router.num_groups": [{"moe.router.num_groups": 2, "moe.router.top_groups": 1}],
+    "moe.router.groups": [(2, 1)],
     "latent.q_rank": [None, 24],
     "latent.value_dim": [8],
 }
@@ -157,10 +157,10 @@ def changed(config: DecoderConfig, name: str, value) -> DecoderConfig:
         return config
     if config.rope.scaling == "longrope":
         pairs = int(config.rotary_head_dim * config.rope.fraction) // 2
-        factors = dict(short_factors=(1.5,) * pairs, long_factors=tuple(2.0 + n for n in range(pairs)))
+        factors = (1.5,) * pairs + tuple(2.0 + n for n in range(pairs))
     else:
-        factors = dict(short_factors=(), long_factors=())
-    return dataclasses.replace(config, rope=dataclasses.replace(config.rope, **factors))
+        factors = ()
+    return dataclasses.replace(config, rope=dataclasses.replace(config.rope, factors=factors))
 
 
 def is_accepted(family, config: DecoderConfig) -> bool:

@@ -275,7 +275,7 @@ DEEPSEEK = DecoderConfig(
     rope=RopeConfig(interleaved=True), norm_epsilon=1e-6, activation="swiglu", biases=(), tied_embeddings=False,
     init_std=0.2, mtp_layers=1, pattern="de", latent=LatentConfig(kv_rank=16, q_rank=24, rope_dim=4, value_dim=12),
     moe=MoeConfig(num_experts=8, expert_dim=24, shared_dim=24, router=RouterConfig(
-        top_k=4, score="sigmoid", scale=2.5, num_groups=4, top_groups=2, bias_update_rate=1e-3,
+        top_k=4, score="sigmoid", scale=2.5, groups=(4, 2), bias_update_rate=1e-3,
     )),
 )  # fmt: skip
 

@@ -246,7 +246,7 @@ def test_what_megajax_does_not_have_is_refused_by_name(name, value):
                 moe_router_topk_scaling_factor=2.5, moe_router_num_groups=4, moe_router_group_topk=2,
             ),
             dict(router=RouterConfig(
-                score="sqrt_softplus", bias_update_rate=1e-3, scale=2.5, num_groups=4, top_groups=2
+                score="sqrt_softplus", bias_update_rate=1e-3, scale=2.5, groups=(4, 2)
             )),
         ),
         (

@@ -249,3 +249,9 @@ def test_parameters_that_megatron_does_not_have_are_refused(fields, name):
     for convert, given in ((from_megajax, random_params(config)), (to_megajax, {})):
         with pytest.raises(ValueError, match=f"Megatron has no tensor for .*{name}"):
             convert(given, config)
+
+
+def test_attention_and_mlp_side_by_side_are_refused():
+    config = dataclasses.replace(LLAMA, parallel_residual="one_norm")
+    with pytest.raises(ValueError, match="model.parallel_residual=one_norm: Megatron has no such layers"):
+        from_megajax(random_params(config), config)
