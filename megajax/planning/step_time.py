@@ -95,7 +95,7 @@ def step_times(program: Program, training: TrainingConfig, device: Device, host:
     link = device.link_bandwidth * LINK_EFFICIENCY
     exposed = sum(max(HIDDEN_COST * t.bytes / link, t.seconds - compute) if t.hidden else t.seconds for t in traffic)
     exposed += 2 * host.get("activations", 0) * num_microbatches / HOST_BANDWIDTH
-    routed = _total_flops(model, training.sequence_length).routed / MATMUL_EFFICIENCY / device.peak_flops
+    routed = total_flops(model, training.sequence_length).routed / MATMUL_EFFICIENCY / device.peak_flops
     routed *= training.global_batch_size * training.sequence_length / mesh.num_devices
     return Times(compute, compute * bubble_fraction / (1 - bubble_fraction), update, exposed, traffic, routed)
 
@@ -106,7 +106,7 @@ def _compute_seconds(program: Program, training: TrainingConfig, num_microbatche
     mesh = program.mesh_config
     length = training.sequence_length
     tokens = training.global_batch_size * length / mesh.num_devices
-    flops = _total_flops(model, length)
+    flops = total_flops(model, length)
     low = flops.matmuls * low_share(model, device)
     work = (flops.matmuls - low) / MATMUL_EFFICIENCY + flops.mixing_causal / ATTENTION_EFFICIENCY
     if device.fp8_peak_flops:
@@ -169,7 +169,7 @@ def _update_bytes(program: Program) -> int:
     return 2 * changed + bytes_per_device(gradients, shardings.params)
 
 
-def _total_flops(model: Model, sequence_length: int) -> Flops:
+def total_flops(model: Model, sequence_length: int) -> Flops:
     """Of a token: forward and backward pass, and what is done again, or on several ranks of a pipeline."""
     repeated = model.layers_run[model.num_layers :]
     flops = sum((layer.flops(sequence_length) * 3 for layer in repeated), model.training_flops(sequence_length))

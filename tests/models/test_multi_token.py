@@ -27,7 +27,7 @@ from megajax.models.model import Model
 from megajax.optim.optimizer import OptimizerConfig
 from megajax.parallel.context import sequence_order
 from megajax.parallel.schedule import make_stages
-from megajax.planning.step_time import _total_flops
+from megajax.planning.step_time import total_flops
 from megajax.precision import PrecisionConfig
 from megajax.tasks.language import Language
 from megajax.training.config import LaunchConfig, TrainingConfig
@@ -286,5 +286,5 @@ def test_plan_counts_its_layer_and_another_output():
     assert len(model.layers_run) == 2 + 2
     projection = model.records["mtp_1"]["dense"]["projection"]
     assert num_parts(projection.axes, MeshConfig(pipeline=2).sizes()) == 1
-    again = _total_flops(model, T).matmuls - _total_flops(Model(config), T).matmuls
+    again = total_flops(model, T).matmuls - total_flops(Model(config), T).matmuls
     assert again == 3 * model.layers_run[-1].flops(T).matmuls
