@@ -115,8 +115,7 @@ class Config:
         """The config on the mesh that it names, whatever devices there are; an axis of -1 becomes 1."""
         check_fields(self, "--")
         self.mesh.check()
-        sizes = {axis: 1 if size == -1 else size for axis, size in self.mesh.sizes().items()}
-        mesh = dataclasses.replace(self.mesh, **sizes)
+        mesh = self.mesh.with_sizes({axis: max(size, 1) for axis, size in self.mesh.sizes().items()})
         return dataclasses.replace(self, mesh=mesh).check_on(mesh.num_devices)
 
     def make_model(self) -> Model:
@@ -139,11 +138,12 @@ class Config:
         """
         model = model or self.make_model()
         model.check_divides(self.mesh.sizes())
-        options = {}
-        if mesh is not None:
-            options = compiler_options(model, mesh, offload_state=self.optimizer.offload_state)
-        mesh = mesh or AbstractMesh(tuple(self.mesh.sizes().values()), AXES)
-        return Program(model, self.task, Optimizer(self.optimizer, model.trained), mesh, self.mesh, options)
+        optimizer = Optimizer(self.optimizer, model.trained)
+        if mesh is None:
+            abstract = AbstractMesh(tuple(self.mesh.sizes().values()), AXES)
+            return Program(model, self.task, optimizer, abstract, self.mesh, {})
+        options = compiler_options(model, mesh, offload_state=self.optimizer.offload_state)
+        return Program(model, self.task, optimizer, mesh, self.mesh, options)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
@@ -342,9 +342,10 @@ def _with_source(config: Config, arguments: list[str]) -> Config:
         ((field, source),) = implied
         if source != config.data.source:
             logger.info("data.source=%r, implied by data.%s (the recipe has %r)", source, field, config.data.source)
-    if source == config.data.source or source not in typing.get_args(SourceKind):
-        return config
-    return dataclasses.replace(config, data=config.data.of_source(source))
+    for kind in typing.get_args(SourceKind):
+        if source == kind != config.data.source:
+            return dataclasses.replace(config, data=config.data.of_source(kind))
+    return config
 
 
 def _fitted(recipe: Config, config: Config, overridden: set[str]) -> Config:
@@ -353,7 +354,7 @@ def _fitted(recipe: Config, config: Config, overridden: set[str]) -> Config:
     overridden: 'section.field' of the overrides, which are never changed.
     """
     check_fields(config, "--")
-    fitted = {}
+    fitted: dict[str, Any] = {}
     free = [f"mesh.{axis}" for axis, size in config.mesh.sizes().items() if size == -1]
     if not overridden.isdisjoint(free):  # it takes the rest of the devices instead of that of the recipe
         fitted |= {field: 1 for field in free if field not in overridden}
