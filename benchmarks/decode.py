@@ -128,13 +128,16 @@ def _drawn(shape: tuple[int, ...], dtype: jnp.dtype, mesh: Mesh, axes: tuple[str
     return jax.jit(lambda key: std * jax.random.normal(key, shape, dtype), out_shardings=sharding)
 
 
-def decoding(engine: Engine, batch_size: int, sampling: Sampling = GREEDY) -> dict:
-    measured = measure(engine, batch_size, PROMPT_TOKENS, NEW_TOKENS, 3, sampling)
-    return {"batch": batch_size, **dataclasses.asdict(measured)}
+def decoding(engine: Engine, options: Options, sampling: Sampling = GREEDY) -> Iterator[dict]:
+    for batch_size in options.batch:
+        measured = measure(engine, batch_size, PROMPT_TOKENS, NEW_TOKENS, 3, sampling)
+        yield {"batch": batch_size, **dataclasses.asdict(measured)}
 
 
-def long_prompts(engine: Engine, length: int, count: int = 8) -> dict:
-    """Prompts one after the other in one queue, each with one new token."""
+def long_prompts(engine: Engine, options: Options) -> Iterator[dict]:
+    """Eight prompts one after the other in one queue, each with one new token."""
+    length = options.prompt - 1
+    count = 8
     generator = random.Random(0)
     sampling = Sampling(max_tokens=1, temperature=0.0, ignore_eos=True)
     vocab_size = engine.model.config.vocab_size
@@ -156,20 +159,20 @@ def long_prompts(engine: Engine, length: int, count: int = 8) -> dict:
     }
     peak = device and device.peak_flops * engine.mesh.size
     mfu = {name: value / seconds / peak if peak else None for name, value in total.items()}
-    return {"prompt_tokens": length, "seconds": seconds, "tokens_per_second": length / seconds, **mfu}
+    yield {"prompt_tokens": length, "seconds": seconds, "tokens_per_second": length / seconds, **mfu}
 
 
-def mixed(engine: Engine, count: int) -> dict:
+def mixed(engine: Engine, options: Options) -> Iterator[dict]:
     generator = random.Random(0)
     vocab_size = engine.model.config.vocab_size
-    lengths = [generator.randint(64, 1024) for _ in range(count)]
+    lengths = [generator.randint(64, 1024) for _ in range(options.requests)]
     prompts = [[generator.randrange(vocab_size) for _ in range(length)] for length in lengths]
     start = time.perf_counter()
     tokens = engine.generate_tokens(prompts, Sampling(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True))
     seconds = time.perf_counter() - start
     generated = sum(map(len, tokens))
-    return {
-        "requests": count,
+    yield {
+        "requests": options.requests,
         "prompt_tokens": sum(lengths),
         "generated_tokens": generated,
         "seconds": seconds,
@@ -178,8 +181,9 @@ def mixed(engine: Engine, count: int) -> dict:
     }
 
 
-def profiled(engine: Engine, batch_size: int) -> str:
+def profiled(engine: Engine, options: Options) -> Iterator[dict]:
     """Decoding alone: the requests are started before the profile."""
+    batch_size = options.profile
     sampling = Sampling(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
     vocab_size = engine.model.config.vocab_size
     requests = [engine.submit([(7 * row + i) % vocab_size for i in range(PROMPT_TOKENS)], sampling)
@@ -198,7 +202,9 @@ def profiled(engine: Engine, batch_size: int) -> str:
         engine.cancel(request)
     while engine.has_work:
         engine.step()
-    return profile.as_text(profile.breakdown(kernels, num_steps))
+    text = profile.as_text(profile.breakdown(kernels, num_steps))
+    print(text, flush=True)
+    yield {"breakdown": text.splitlines()}
 
 
 class Record:
@@ -287,32 +293,9 @@ def main(arguments: list[str]) -> int:
     return int(record.has_failed)
 
 
-def _decode(engine: Engine, options: Options) -> Iterator[dict]:
-    for batch_size in options.batch:
-        yield decoding(engine, batch_size)
-
-
-def _sampled(engine: Engine, options: Options) -> Iterator[dict]:
-    for batch_size in options.batch:
-        yield decoding(engine, batch_size, Sampling(temperature=0.8, top_k=50, top_p=0.9))
-
-
-def _prompts(engine: Engine, options: Options) -> Iterator[dict]:
-    yield long_prompts(engine, options.prompt - 1)
-
-
-def _mix(engine: Engine, options: Options) -> Iterator[dict]:
-    yield mixed(engine, options.requests)
-
-
-def _profile(engine: Engine, options: Options) -> Iterator[dict]:
-    text = profiled(engine, options.profile)
-    print(text, flush=True)
-    yield {"breakdown": text.splitlines()}
-
-
-PHASES = {"torch": None, "ready": None, "decode": _decode, "sampled": _sampled, "prompts": _prompts, "mix": _mix,
-          "profile": _profile}  # fmt: skip
+SAMPLED = Sampling(temperature=0.8, top_k=50, top_p=0.9)
+PHASES = {"torch": None, "ready": None, "decode": decoding, "sampled": functools.partial(decoding, sampling=SAMPLED),
+          "prompts": long_prompts, "mix": mixed, "profile": profiled}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 import ast
 import dataclasses
 import importlib
-import importlib.util
 import pkgutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megajax.fields.suggestions import did_you_mean
@@ -44,8 +44,6 @@ def _read() -> Iterator[tuple[str, str, str]]:
     """(module, name, docstring) of each recipe, from the source."""
     modules = sorted(pkgutil.iter_modules(__path__), key=lambda info: (info.name != FIRST, info.name))
     for module_info in modules:
-        module = f"{__name__}.{module_info.name}"
-        source = importlib.util.find_spec(module).loader.get_source(module)
-        for line in ast.parse(source).body:
+        for line in ast.parse((Path(__path__[0]) / f"{module_info.name}.py").read_text()).body:
             if isinstance(line, ast.FunctionDef) and not line.name.startswith("_"):
-                yield module, line.name, ast.get_docstring(line) or ""
+                yield f"{__name__}.{module_info.name}", line.name, ast.get_docstring(line) or ""

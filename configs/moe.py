@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import cast
 
 from configs.gpt import gpt_tiny
 from megajax.config import Config
@@ -26,12 +27,13 @@ def moe_tiny() -> Config:
     Command: python train.py --config=moe_tiny
     """
     config = gpt_tiny()
+    dense = cast(DecoderConfig, config.model)
     moe = MoeConfig(
         num_experts=8,
-        expert_dim=config.model.width_of_mlp // 2,
+        expert_dim=dense.width_of_mlp // 2,
         router=RouterConfig(top_k=2, aux_loss=0.01, aux_loss_scope="sequence"),
     )
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, moe=moe))
+    return dataclasses.replace(config, model=dataclasses.replace(dense, moe=moe))
 
 
 def mixtral_8x7b() -> Config:
@@ -159,7 +161,7 @@ def deepseek_v3_3layers() -> Config:
     Command: python train.py --config=deepseek_v3_3layers
     """
     config = deepseek_v3()
-    whole = config.model
+    whole = cast(DecoderConfig, config.model)
     router = dataclasses.replace(whole.moe.router, top_k=2, groups=(4, 2))
     moe = dataclasses.replace(whole.moe, num_experts=8, router=router)
     return dataclasses.replace(

@@ -5,7 +5,6 @@ Nothing below this file sees the whole Config; each part receives its own sectio
 
 import contextlib
 import dataclasses
-import io
 import json
 import logging
 import typing
@@ -13,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import tyro
 from jax.sharding import AbstractMesh, Mesh
 
 from megajax.checkpoint.config import CheckpointConfig
@@ -34,6 +32,7 @@ from megajax.parallel.schedule import make_stages
 from megajax.precision import PrecisionConfig
 from megajax.tasks.interface import TASKS, Task
 from megajax.tasks.language import Language
+from megajax.terminal.command_line import Option, options
 from megajax.training.compiler_options import compiler_options, parse
 from megajax.training.config import LaunchConfig, TrainingConfig
 from megajax.training.program import Program
@@ -116,8 +115,7 @@ class Config:
         """The config on the mesh that it names, whatever devices there are; an axis of -1 becomes 1."""
         check_fields(self, "--")
         self.mesh.check()
-        sizes = {axis: 1 if size == -1 else size for axis, size in self.mesh.sizes().items()}
-        mesh = dataclasses.replace(self.mesh, **sizes)
+        mesh = self.mesh.with_sizes({axis: max(size, 1) for axis, size in self.mesh.sizes().items()})
         return dataclasses.replace(self, mesh=mesh).check_on(mesh.num_devices)
 
     def make_model(self) -> Model:
@@ -140,11 +138,12 @@ class Config:
         """
         model = model or self.make_model()
         model.check_divides(self.mesh.sizes())
-        options = {}
-        if mesh is not None:
-            options = compiler_options(model, mesh, offload_state=self.optimizer.offload_state)
-        mesh = mesh or AbstractMesh(tuple(self.mesh.sizes().values()), AXES)
-        return Program(model, self.task, Optimizer(self.optimizer, model.trained), mesh, self.mesh, options)
+        optimizer = Optimizer(self.optimizer, model.trained)
+        if mesh is None:
+            abstract = AbstractMesh(tuple(self.mesh.sizes().values()), AXES)
+            return Program(model, self.task, optimizer, abstract, self.mesh, {})
+        options = compiler_options(model, mesh, offload_state=self.optimizer.offload_state)
+        return Program(model, self.task, optimizer, mesh, self.mesh, options)
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
@@ -248,7 +247,7 @@ def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
 
 # ----------------------------------------------------------------------------- command line
 
-_TYRO = (tyro.conf.FlagConversionOff,)  # booleans take a value, like every other field
+SPELLED = {"true": True, "false": False, "none": None}
 
 
 def override(config: Config, overrides: Iterable[str] | Mapping[str, Any]) -> Config:
@@ -262,23 +261,17 @@ def override(config: Config, overrides: Iterable[str] | Mapping[str, Any]) -> Co
     recipe = config
     config, arguments = _with_kinds(config, arguments)
     config = _with_source(config, arguments)
-    fields = dict(_leaves(config))
-    words = []
+    fields = {option.name: option for option in options(config)}
+    given = {}
     for argument in arguments:
-        name = argument[2:].split("=", 1)[0]
+        name, _, value = argument[2:].partition("=")
         if name not in fields and name in RENAMED:
             raise ValueError(f"--{name} is now --{RENAMED[name]}")
         if name not in fields:
             raise ValueError(f"--{name} is {_unknown(config, name, fields)}")
-        words.append(_words(argument, fields[name]))
-    if not words:
-        return config
-    try:
-        config = _parse(config, [word for argument_words in words for word in argument_words])
-    except SystemExit:
-        name, value = _first_wrong(config, arguments, words)
-        raise ValueError(f"{name}={value!r} is not {describe(fields[name])}") from None
-    return _fitted(recipe, config, {argument[2:].split("=", 1)[0] for argument in arguments})
+        given[name] = _read(fields[name], value)
+    config = _replaced(config, {fields[name].path: value for name, value in given.items()})
+    return _fitted(recipe, config, set(given)) if given else config
 
 
 def _unknown(config: Config, name: str, fields: Iterable[str]) -> str:
@@ -286,7 +279,9 @@ def _unknown(config: Config, name: str, fields: Iterable[str]) -> str:
     section = name.split(".")[0]
     if section in KINDS:
         kinds = [
-            kind for kind, chosen in KINDS[section].all().items() if name in dict(_leaves(chosen(), f"{section}."))
+            kind
+            for kind, chosen in KINDS[section].all().items()
+            if name in {option.name for option in options(chosen(), f"{section}.")}
         ]
         if kinds:
             return (
@@ -296,15 +291,24 @@ def _unknown(config: Config, name: str, fields: Iterable[str]) -> str:
     return "unknown" + (did_you_mean(name, fields, "--") or "; --help shows all fields")
 
 
-def _first_wrong(config: Config, arguments: list[str], words: list[list[str]]) -> tuple[str, str]:
-    """-> (name, value) of the first argument that is refused by itself; the last one if none is."""
-    for argument, argument_words in zip(arguments, words, strict=True):
-        name, _, value = argument[2:].partition("=")
-        try:
-            _parse(config, argument_words)
-        except SystemExit:
-            break
-    return name, value
+def _read(option: Option, text: str) -> Any:
+    """The value of what was typed: commas separate list elements; true, false and none may be lower case."""
+    value = SPELLED.get(text.lower(), text)
+    if type(value) in option.kinds and value is not text:
+        return value
+    try:
+        return option.read_type([part for part in text.split(",") if part] if option.is_list else text)
+    except ValueError:
+        raise ValueError(f"{option.name}={text!r} is not {describe(option.hint)}") from None
+
+
+def _replaced(config: Any, values: Mapping[tuple[str, ...], Any]) -> Any:
+    """The config with these values, by the names of the fields that lead to them."""
+    changes = {}
+    for name in dict.fromkeys(path[0] for path in values):
+        own = {path[1:]: value for path, value in values.items() if path[0] == name}
+        changes[name] = own[()] if () in own else _replaced(getattr(config, name), own)
+    return dataclasses.replace(config, **changes)
 
 
 def _with_kinds(config: Config, arguments: list[str]) -> tuple[Config, list[str]]:
@@ -338,9 +342,10 @@ def _with_source(config: Config, arguments: list[str]) -> Config:
         ((field, source),) = implied
         if source != config.data.source:
             logger.info("data.source=%r, implied by data.%s (the recipe has %r)", source, field, config.data.source)
-    if source == config.data.source or source not in typing.get_args(SourceKind):
-        return config
-    return dataclasses.replace(config, data=config.data.of_source(source))
+    for kind in typing.get_args(SourceKind):
+        if source == kind != config.data.source:
+            return dataclasses.replace(config, data=config.data.of_source(kind))
+    return config
 
 
 def _fitted(recipe: Config, config: Config, overridden: set[str]) -> Config:
@@ -349,7 +354,7 @@ def _fitted(recipe: Config, config: Config, overridden: set[str]) -> Config:
     overridden: 'section.field' of the overrides, which are never changed.
     """
     check_fields(config, "--")
-    fitted = {}
+    fitted: dict[str, Any] = {}
     free = [f"mesh.{axis}" for axis, size in config.mesh.sizes().items() if size == -1]
     if not overridden.isdisjoint(free):  # it takes the rest of the devices instead of that of the recipe
         fitted |= {field: 1 for field in free if field not in overridden}
@@ -383,12 +388,6 @@ def _is_no_text(config: Config) -> bool:
     return False
 
 
-def _parse(config: Config, words: list[str]) -> Config:
-    """Raises SystemExit. Redirects stderr because console_outputs=False does not suppress all of tyro's error boxes."""
-    with contextlib.redirect_stderr(io.StringIO()):
-        return tyro.cli(Config, default=config, args=words, config=_TYRO, console_outputs=False)
-
-
 def _as_typed(value: Any) -> str:
     """What one types for a value."""
     return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
@@ -409,29 +408,6 @@ def normalised(arguments: Iterable[str]) -> list[str]:
         if "=" not in argument:
             raise ValueError(f"{argument} has no value; write {argument}=VALUE")
     return joined
-
-
-def _words(argument: str, kind: Any) -> list[str]:
-    """The words for tyro: --data.paths=a,b becomes --data.paths a b; true, false and none may be lower case."""
-    name, _, value = argument.partition("=")
-    if kind is str:
-        return [name, value]
-    parts = [part for part in value.split(",") if part] if "tuple" in str(kind) else [value]
-    alternatives = typing.get_args(kind) or (kind,)
-    spellings = {"true": "True", "false": "False"} if bool in alternatives else {}
-    spellings |= {"none": "None"} if type(None) in alternatives else {}
-    return [name, *(spellings.get(part.lower(), part) for part in parts)]
-
-
-def _leaves(config: Any, prefix: str = ""):
-    """('section.field', type) of every field that is not a section."""
-    hints = typing.get_type_hints(type(config), include_extras=True)
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from _leaves(value, f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{field.name}", hints[field.name]
 
 
 # ----------------------------------------------------------------------------- JSON

@@ -100,7 +100,7 @@ class Engine:
         check_states(models, [sizes, *draft_sizes], serving)
         self._max_length = min(longest_sequence(models, serving), sizes.num_pages * sizes.page_size)
         shapes = Shapes.of(sizes, self._max_length, serving.max_batch_tokens, has_kernel=self._platform == "gpu")
-        self._batches = Batches(sizes, shapes, self._vocab_size)
+        self.batches = Batches(sizes, shapes, self._vocab_size)
         self.pool = PagePool(sizes.num_pages, sizes.page_size, caches_prefixes=serving.prefix_cache)
         limits = Limits(
             shapes.rows[-1],
@@ -117,7 +117,7 @@ class Engine:
         guess = guessed_before if serving.num_guesses else look_up
         if draft is not None:
             params = serving_weights(*draft, "auto", self.mesh)
-            self.draft = DraftModel(draft[0], params, self.mesh, draft_sizes[0], self._batches, serving.draft_tokens)
+            self.draft = DraftModel(draft[0], params, self.mesh, draft_sizes[0], self.batches, serving.draft_tokens)
             guess = self.draft.guess
         states = KeptStates(kept.num_rows) if kept.num_rows else None
         self.scheduler = Scheduler(self.pool, limits, guess, states, has_draft_model=draft is not None)
@@ -349,16 +349,16 @@ class Engine:
         return call
 
     def _start_decode(self, work: Decode) -> _Call:
-        drawn = self.executor.decode(self.params, *self._batches.decode(work), work.num_steps)
+        drawn = self.executor.decode(self.params, *self.batches.decode(work), work.num_steps)
         return _Call(work, drawn, None)
 
     def _start_prefill(self, work: Prefill) -> _Call:
         for chunk in work.chunks:
             self._prompt_tokens += chunk.end - chunk.start
             if chunk.is_last and chunk.sequence.request.sampling.has_adjusted_logits:
-                self.executor.start_row(chunk.sequence.row, *self._batches.penalties(chunk.sequence))
+                self.executor.start_row(chunk.sequence.row, *self.batches.penalties(chunk.sequence))
         wants_prompt = any(chunk.sequence.wants_prompt_logprobs for chunk in work.chunks)
-        arrays = self._batches.prefill(work)
+        arrays = self.batches.prefill(work)
         if self.draft is not None:
             self.draft.read(*arrays)
         for copy in work.restored:
@@ -373,7 +373,7 @@ class Engine:
     def warm_up(self) -> None:
         """Compiles every program that a request can need, several at a time, and runs each once. Nothing compiles
         afterwards."""
-        self._warm_up([self._batches.shapes])
+        self._warm_up([self.batches.shapes])
 
     def warm_up_first(self) -> list[Stage]:
         """As `warm_up`, on a CPU only with the programs that suffice to serve any request, if slowly -> what remains.
@@ -382,12 +382,12 @@ class Engine:
         On a GPU nothing remains: compiling measures kernels there, so what runs at the same time would slow them down,
         and they it.
         """
-        shapes = self._batches.shapes
+        shapes = self.batches.shapes
         return self._warm_up(shapes.stages() if self._platform == "cpu" else [shapes])
 
     def use_shapes(self, shapes: Shapes) -> None:
         """The next calls have only these shapes; not fewer than calls under way have."""
-        self._batches.shapes = shapes
+        self.batches.shapes = shapes
         limits = self.scheduler.limits
         self.scheduler.use(limits._replace(num_rows=shapes.rows[-1], chunk_tokens=shapes.chunks[-1]))
 
@@ -396,7 +396,7 @@ class Engine:
         if self.draft is not None:
             executors.append((self.draft.executor, self.draft.params))
         compilations = [
-            [executor.compilations(params, self._batches, each) for executor, params in executors] for each in shapes
+            [executor.compilations(params, self.batches, each) for executor, params in executors] for each in shapes
         ]
         first, *rest = staged(shapes, compilations)
         how = f", {len(first.compilations)} of them first" if rest else ""
@@ -405,7 +405,7 @@ class Engine:
         logger.info("compiling %d programs%s", sum(len(stage.compilations) for stage in [first, *rest]), how)
         first.compile()
         for executor, params in executors:
-            executor.run_once(params, self._batches, first.shapes)
+            executor.run_once(params, self.batches, first.shapes)
         self.use_shapes(first.shapes)
         return rest
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from megajax.fields.ranges import PositiveInt
 
@@ -37,6 +38,11 @@ class MeshConfig:
 
     def sizes(self) -> dict[str, int]:
         return {axis: getattr(self, axis) for axis in AXES}
+
+    def with_sizes(self, sizes: Mapping[str, int]) -> "MeshConfig":
+        """Other sizes of some axes."""
+        changes: dict[str, Any] = dict(sizes)
+        return dataclasses.replace(self, **changes)
 
     @property
     def batch_shards(self) -> int:
@@ -75,7 +81,7 @@ class MeshConfig:
         free = [axis for axis, size in sizes.items() if size == -1]
         fixed = math.prod(size for size in sizes.values() if size != -1)
         if free and num_devices % fixed == 0:
-            return dataclasses.replace(self, **{free[0]: num_devices // fixed})
+            return self.with_sizes({free[0]: num_devices // fixed})
         if free or fixed != num_devices:
             product = " * ".join(f"{axis}({size})" for axis, size in sizes.items() if size != 1) or "data(1)"
             ways = self._ways_out(num_devices, fixed)

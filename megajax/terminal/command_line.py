@@ -85,13 +85,19 @@ class Option(NamedTuple):
     def is_list(self) -> bool:
         return any(typing.get_origin(kind) is tuple for kind in self.kinds)
 
-    def read(self, typed: Any) -> Any:
-        """The value of what was typed: a text, a list of them, or a bool. Raises ValueError."""
+    def read_type(self, typed: Any) -> Any:
+        """As `read`, whatever the range."""
         for kind in self.kinds:
             with contextlib.suppress(ValueError):
-                value = _read(kind, typed)
-                if allows(self.hint, value):
-                    return value
+                return _read(kind, typed)
+        raise ValueError(typed)
+
+    def read(self, typed: Any) -> Any:
+        """The value of what was typed: a text, a list of them, or a bool. Raises ValueError."""
+        with contextlib.suppress(ValueError):
+            value = self.read_type(typed)
+            if allows(self.hint, value):
+                return value
         shown = ",".join(typed) if isinstance(typed, list) else typed
         raise ValueError(f"{self.name}={shown} must be {describe(self.hint)}")
 
@@ -290,15 +296,19 @@ def _normalised(arguments: Sequence[str] | None, known: Mapping[str, Option]) ->
 def _read(kind: Any, typed: Any) -> Any:
     """Raises ValueError for what is no such value."""
     if typing.get_origin(kind) is tuple:
-        element = typing.get_args(kind)[0]
+        parts = typing.get_args(kind)
         # Texts may contain commas, numbers not.
-        words = typed if _plain(element) is str else [part for word in typed for part in word.split(",")]
-        return tuple(_read(_plain(element), word) for word in words)
-    if typing.get_origin(kind) is Literal:
-        return next((value for value in typing.get_args(kind) if str(value) == typed), typed)
-    if kind is type(None):
-        return None if typed == "None" else typed
-    return typed if kind is bool else kind(typed)
+        words = typed if _plain(parts[0]) is str else [part for word in typed for part in word.split(",")]
+        elements = parts[:1] * len(words) if parts[1:] == (...,) else parts
+        return tuple(_read(_plain(element), word) for element, word in zip(elements, words, strict=True))
+    if kind in (int, float, str):
+        return kind(typed)
+    if kind is bool and isinstance(typed, bool):
+        return typed
+    named = {"None": None} if kind is type(None) else {str(value): value for value in typing.get_args(kind)}
+    if not isinstance(typed, str) or typed not in named:
+        raise ValueError(typed)
+    return named[typed]
 
 
 def _made(kind: type[T], values: Mapping[tuple[str, ...], Any]) -> T:

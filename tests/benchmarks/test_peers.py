@@ -65,6 +65,33 @@ def test_pytorch_model_has_the_same_parameters_and_flops(name):
     assert counter.get_total_flops() == config.make_model().flops_per_token(32, causal=False) * 64
 
 
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_steps_of_the_peer_are_timed_and_train(num_microbatches, monkeypatch):
+    torch = pytest.importorskip("torch")
+    from benchmarks.peers import torch_step
+    from benchmarks.peers.torch_model import Gpt, cross_entropy, initialise
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "cpu")
+    monkeypatch.setattr(torch_step, "LEARNING_RATE", 1e-2)
+    config = override(configs.recipe("gpt_1p3b"), TINY)
+    gpt = Gpt(config.model, 32, torch.device("cpu"), recompute=True)
+    initialise(gpt, config.model.init_std)
+    tokens = torch.randint(0, 128, (2, 33))
+    counts = []
+    found = torch_step.measure_steps(
+        gpt,
+        lambda: cross_entropy(gpt(tokens[:, :-1]), tokens[:, 1:]),
+        0.05,
+        2,
+        num_microbatches=num_microbatches,
+        agreed=lambda count: counts.append(count) or count,
+        others={"other": "1"},
+    )
+    assert found["loss"] < found["first_loss"] and found["device"] == "1 x cpu"
+    assert len(found["windows"]) == 2 and len(counts) == 5 and found["versions"]["other"] == "1"
+
+
 def test_peer_refuses_what_it_does_not_do():
     pytest.importorskip("torch")
     from benchmarks.peers.torch_model import check

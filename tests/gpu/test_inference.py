@@ -132,7 +132,7 @@ def test_the_host_does_not_wait_for_many_rows():
     model = Model(dataclasses.replace(CONFIG, vocab_size=128_256))
     serving = dataclasses.replace(SERVING, max_rows=rows, decode_steps=steps)
     engine = Engine(model, model.init(0, mesh), mesh, None, serving=serving)
-    batches = engine._batches
+    batches = engine.batches
     arguments = (engine.params, *batches.empty_decode(*batches.shapes.fitting_decode(rows, 1)), steps)
 
     def seconds():

@@ -24,7 +24,7 @@ class Documents:
     def __init__(self, documents):
         self.document_indices = np.cumsum([0, *map(len, documents)])
         self.lengths = np.array([length for document in documents for length in document], np.int32)
-        self._texts = [
+        self.texts = [
             FIRST + d * PLACES + np.arange(end - length, end)
             for d, document in enumerate(documents)
             for length, end in zip(document, np.cumsum(document), strict=True)
@@ -34,7 +34,7 @@ class Documents:
         return len(self.lengths)
 
     def read(self, sequence, offset=0, length=None):
-        return self._texts[sequence][offset : None if length is None else offset + length]
+        return self.texts[sequence][offset : None if length is None else offset + length]
 
 
 def bert(
@@ -233,7 +233,7 @@ def test_masking_follows_the_shares_of_the_paper():
     vocab = 200
     rng = np.random.default_rng(1)
     source = Documents(some_documents(num_documents=60, low=10, high=30))
-    source._texts = [rng.integers(FIRST, vocab, len(text)) for text in source._texts]
+    source.texts = [rng.integers(FIRST, vocab, len(text)) for text in source.texts]
     masking = Masking(max_ngram=10)
     dataset = bert(source, None, 128, vocab_size=vocab, masking=masking, next_sentence="sop")
     masked = real = 0
@@ -269,7 +269,7 @@ def test_span_lengths_have_the_distribution_asked_for():
 
 def test_special_tokens_of_the_text_are_not_masked():
     source = Documents([[20, 20]])
-    source._texts = [np.where(np.arange(20) % 2, SEP, text) for text in source._texts]
+    source.texts = [np.where(np.arange(20) % 2, SEP, text) for text in source.texts]
     dataset = bert(source, None, 64, masking=Masking(probability=0.9), next_sentence="sop")
     sample = dataset[0]
     assert not np.isin(sample["labels"][sample["loss_mask"] == 1], (CLS, SEP)).any()
@@ -281,7 +281,7 @@ def test_a_sample_depends_on_neither_access_order_nor_pickling(tmp_path):
     with IndexedDatasetWriter(tmp_path / "x", np.int32) as writer:
         source = Documents(documents)
         for begin, end in zip(source.document_indices, source.document_indices[1:], strict=False):
-            writer.add_document(source._texts[begin:end])
+            writer.add_document(source.texts[begin:end])
     stored = bert(IndexedDataset(tmp_path / "x"), 100, seed=5, cache_dir=str(tmp_path / "cache"))
     blob = pickle.dumps(stored)
     assert len(blob) < 2000
