@@ -21,8 +21,10 @@ elif "PYTEST_XDIST_WORKER" not in os.environ:
         "--xla_backend_optimization_level=0",
         "--xla_llvm_disable_expensive_passes=true",
     ]
-    if version("jaxlib").startswith("0.10."):  # a third of the time; others end a process that gives them this flag
-        flags.append("--xla_cpu_use_fusion_emitters=false")
+    if version("jaxlib").startswith("0.10."):  # others may end a process that gives them a flag they do not know
+        flags.append("--xla_cpu_use_fusion_emitters=false")  # a third of the time
+        # A busy machine may take more than 40 s to run all eight devices as far as a collective.
+        flags.append("--xla_cpu_collective_call_terminate_timeout_seconds=300")
     os.environ["XLA_FLAGS"] = " ".join(flags)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
