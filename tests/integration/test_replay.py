@@ -93,7 +93,7 @@ def test_what_cannot_be_replayed_is_refused(step, overrides, want, run_dir):
 
 
 def test_a_step_that_is_no_number_is_refused():
-    with pytest.raises(ValueError, match="--replay_step=last is not the number of a step"):
+    with pytest.raises(ValueError, match="replay_step=last must be a whole number"):
         train.main(["--config=gpt_tiny", "--replay_step=last"])
 
 

@@ -14,6 +14,7 @@ from megajax.ops import grouped_tiles
 from megajax.ops.grouped_matmul import grouped_matmul
 from megajax.ops.matmul import Float32Gradient
 from pallas_kernels import grouped_matmul as kernel
+from pallas_kernels.grouped_matmul import steps
 
 R, K, N, E = 64, 8, 12, 4
 SIZES = {
@@ -185,7 +186,7 @@ def test_gradients_leave_in_the_dtype_that_is_asked_for():
 def test_interpreted_kernel_equals_the_formula(num_matrices, interpreted, monkeypatch):
     """Groups that begin and end inside a tile, and inside eight rows of it; one without rows, rows of no group; two
     tiles of columns; one block for all tiles, fewer stages than steps."""
-    monkeypatch.setattr(kernel, "NUM_SMS", 1)
+    monkeypatch.setattr(steps, "NUM_SMS", 1)
     monkeypatch.setattr(kernel, "STAGES", 2)
     monkeypatch.setattr(kernel, "PANEL", 1)
     monkeypatch.setattr(kernel, "COLUMNS", 64 * num_matrices)

@@ -164,7 +164,7 @@ def test_latent_attention_computes_what_megatrons_does(name):
     x_BTD = saved[f"{name}/x"].swapaxes(0, 1)
     positions = np.broadcast_to(np.arange(x_BTD.shape[1], dtype=np.int32), x_BTD.shape[:2])
     tables = rope_tables(config.rope, config.rotary_head_dim, positions)
-    out_BTD, _ = jax.jit(attention)(x_BTD, dict(zip(("cos_global", "sin_global"), tables, strict=True)))
+    out_BTD, _, _ = jax.jit(attention)(x_BTD, dict(zip(("cos_global", "sin_global"), tables, strict=True)))
     wanted = saved[f"{name}/out"].swapaxes(0, 1)
     np.testing.assert_allclose(out_BTD, wanted, rtol=0, atol=1e-5 * wanted.std())  # float32 in both
 
