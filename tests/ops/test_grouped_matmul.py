@@ -1,6 +1,7 @@
 """Grouped matmul equals one product a group, its gradients too: any sizes, any mesh, inside a stage of a pipeline."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from megajax.ops import grouped_tiles
 from megajax.ops.grouped_matmul import grouped_matmul
 from megajax.ops.matmul import Float32Gradient
 from pallas_kernels import grouped_matmul as kernel
-from pallas_kernels.grouped_matmul import steps
+from pallas_kernels.grouped_matmul import products, steps, weight_gradients
 
 R, K, N, E = 64, 8, 12, 4
 SIZES = {
@@ -186,10 +187,9 @@ def test_gradients_leave_in_the_dtype_that_is_asked_for():
 def test_interpreted_kernel_equals_the_formula(num_matrices, interpreted, monkeypatch):
     """Groups that begin and end inside a tile, and inside eight rows of it; one without rows, rows of no group; two
     tiles of columns; one block for all tiles, fewer stages than steps."""
-    monkeypatch.setattr(steps, "NUM_SMS", 1)
-    monkeypatch.setattr(kernel, "STAGES", 2)
-    monkeypatch.setattr(kernel, "PANEL", 1)
-    monkeypatch.setattr(kernel, "COLUMNS", 64 * num_matrices)
+    sizes_of_tiles = dict(NUM_SMS=1, STAGES=2, PANEL=1, COLUMNS=64 * num_matrices)
+    for module, (name, value) in itertools.product((steps, products, weight_gradients), sizes_of_tiles.items()):
+        monkeypatch.setattr(module, name, value, raising=False)
     sizes = np.array([70, 0, 3, 55], np.int32)
     num_rows, K, N = 256, 256, 128
     draw = lambda seed, *shape: jnp.asarray(drawn(seed, *shape), jnp.bfloat16)
