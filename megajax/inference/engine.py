@@ -87,7 +87,7 @@ class Engine:
         self._grammars = Grammars(tokenizer, self._vocab_size)
         self._allocate(draft)
         self._calls: deque[_Call] = deque()
-        self._results = Results(self.scheduler, tokenizer)
+        self.results = Results(self.scheduler, tokenizer)
         self._prompt_tokens = 0
 
     def _allocate(self, draft: tuple[Model, dict] | None) -> None:
@@ -273,7 +273,7 @@ class Engine:
             request.prompt_logprobs = []
         for sequence in request.sequences:
             sequence.matcher = self._grammars.start(sampling)
-            self._results.start(sequence)
+            self.results.start(sequence)
         self.scheduler.waiting += request.sequences
         return request
 
@@ -303,26 +303,26 @@ class Engine:
         """Ends all samples of a request at once and frees their pages. The next `step` returns an Output of each that
         was not finished."""
         for sequence in request.sequences:
-            self._results.cancel(sequence)
+            self.results.cancel(sequence)
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do or to return."""
-        return self.scheduler.has_work or self._results.has_outputs or bool(self._calls)
+        return self.scheduler.has_work or self.results.has_outputs or bool(self._calls)
 
     def step(self) -> list[Output]:
         """Starts the next call of the device, if there is work, and returns what the call before it generated."""
         while True:
             work = self.scheduler.next()
             if isinstance(work, Wait) and self._calls:
-                self._results.read(*self._calls.popleft())
+                self.results.read(*self._calls.popleft())
             elif not isinstance(work, Wait):
                 break
         if work is not None:
             self._calls.append(self._start_call(work))
         if self._calls and (work is None or len(self._calls) > 1):
-            self._results.read(*self._calls.popleft())
-        return self._results.take()
+            self.results.read(*self._calls.popleft())
+        return self.results.take()
 
     def stats(self) -> Stats:
         scheduler = self.scheduler
@@ -334,10 +334,10 @@ class Engine:
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             prompt_tokens=self._prompt_tokens,
-            generated_tokens=self._results.num_generated,
+            generated_tokens=self.results.num_generated,
             preemptions=scheduler.num_preemptions,
-            drafted=self._results.num_drafted,
-            accepted=self._results.num_accepted,
+            drafted=self.results.num_drafted,
+            accepted=self.results.num_accepted,
         )
 
     # ------------------------------------------------------------------ calls of the device

@@ -64,14 +64,15 @@ class Results:
         self._scheduler = scheduler
         self._tokenizer = tokenizer
         self._ends = end_ids(tokenizer) if tokenizer else frozenset()
-        self._texts: dict[Sequence, TextStream] = {}
+        self.texts: dict[Sequence, TextStream] = {}
+        """Of the sequences that have not finished."""
         self._outputs: list[Output] = []
 
     def start(self, sequence: Sequence) -> None:
         """Begins the text of a sequence that was submitted."""
         if self._tokenizer is not None:
             request = sequence.request
-            self._texts[sequence] = TextStream(self._tokenizer, request.prompt, request.sampling.stop)
+            self.texts[sequence] = TextStream(self._tokenizer, request.prompt, request.sampling.stop)
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends a sequence, unless it has finished."""
@@ -152,7 +153,7 @@ class Results:
             self.num_generated += 1
             if logprobs is not None:
                 logprobs.append(_token_logprobs(token, drawn.logprobs, step, sampling.logprobs))
-            stream = self._texts.get(sequence)
+            stream = self.texts.get(sequence)
             if stream is not None:
                 text += stream.add(token)
                 if stream.stopped_by is not None:
@@ -166,7 +167,7 @@ class Results:
         self._outputs.append(Output(sequence.request, sequence.index, tokens, text, logprobs, None, None))
 
     def _finish(self, sequence: Sequence, tokens, text, logprobs, finish_reason, stop_reason) -> None:
-        stream = self._texts.pop(sequence, None)
+        stream = self.texts.pop(sequence, None)
         if stream is not None and stream.stopped_by is None:
             text += stream.finish()
         self._scheduler.finish(sequence)

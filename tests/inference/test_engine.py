@@ -321,7 +321,7 @@ def random_requests(engine, count, seed):
     assert not alive and set(ended.values()) == {"stop", "length", "cancelled"}
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.pages_used) == (0, 0, 0)
-    assert engine._results._texts == {} and len(engine.scheduler._rows) == SERVING.max_rows
+    assert engine.results.texts == {} and len(engine.scheduler.free_rows) == SERVING.max_rows
     return stats
 
 

@@ -70,7 +70,7 @@ def restore_weights(
 
     Raises ValueError for weights that are damaged or not finite.
     """
-    loader = _Loader(source, model, mesh, weights)
+    loader = Loader(source, model, mesh, weights)
     params = loader.load(replaced or {})
     loader.log(params)
     return params
@@ -79,7 +79,7 @@ def restore_weights(
 def check_weights(source: Source, model: Model, mesh: Mesh, weights: WeightDtype) -> dict:
     """Reads all weights and keeps none -> abstract arrays like the result of `restore_weights`. Raises what it
     raises."""
-    return _Loader(source, model, mesh, weights).load({}, keeps=False)
+    return Loader(source, model, mesh, weights).load({}, keeps=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +98,7 @@ class _Part:
     is_quantizable: bool
 
 
-class _Loader:
+class Loader:
     def __init__(self, source: Source, model: Model, mesh: Mesh, weights: WeightDtype):
         self._source = source
         self._model = model
@@ -122,7 +122,7 @@ class _Loader:
         with ThreadPoolExecutor(READERS) as readers:
             for part, array in _read_ahead(readers, functools.partial(self._read, places=places), parts):
                 wanted = opened[part.name].digest
-                found_sum = self._checked(part, array, wanted is not None)
+                found_sum = self.checked(part, array, wanted is not None)
                 if found_sum is not None:
                     sums[part.name].append(found_sum)
                 if wanted is not None and len(sums[part.name]) == len(opened[part.name].parts):
@@ -179,7 +179,7 @@ class _Loader:
             problem = str(error).strip().splitlines()[0]
             raise ValueError(f"{self._source} cannot be read ({part.name}: {problem}); use other weights") from error
 
-    def _checked(self, part: _Part, array: jax.Array | QuantizedWeight, has_digest: bool) -> jax.Array | None:
+    def checked(self, part: _Part, array: jax.Array | QuantizedWeight, has_digest: bool) -> jax.Array | None:
         """The digest of a part, if there is one to compare with."""
         first = np.uint32(part.number * part.stored.size % 2**32)
         sums, is_finite = _sums(array, first) if has_digest else (None, _is_finite(array))

@@ -70,8 +70,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
-        self._rows: list[int] = []
-        """Free ones."""
+        self.free_rows: list[int] = []
         self.use(limits)
         self._has_prefilled = False
         self._states = states
@@ -82,7 +81,7 @@ class Scheduler:
         """Calls keep these limits from here on. Rows in use must be among those that they allow."""
         self.limits = limits
         used = {sequence.row for sequence in self.running}
-        self._rows = [row for row in reversed(range(limits.num_rows)) if row not in used]
+        self.free_rows = [row for row in reversed(range(limits.num_rows)) if row not in used]
 
     @property
     def has_work(self) -> bool:
@@ -171,7 +170,7 @@ class Scheduler:
         request that of another request of the same client.
         """
         missing = -(-len(first.tokens) // self.pool.page_size)
-        has_room = self._rows and missing + len(self.running) <= self.pool.num_free
+        has_room = self.free_rows and missing + len(self.running) <= self.pool.num_free
         if has_room or not self.waiting.may_take_a_place(first.owner):
             return None
         if self.waiting.runs(first.owner.client):
@@ -196,7 +195,7 @@ class Scheduler:
             sequence.shares_pages = False
 
     def _admit(self, sequence: Sequence) -> bool:
-        if not self._rows:
+        if not self.free_rows:
             return False
         # Hidden states are not in pages.
         shares = self.pool.caches_prefixes and not sequence.wants_prompt_logprobs
@@ -215,7 +214,7 @@ class Scheduler:
         sequence.num_written = len(shared) * self.pool.page_size
         sequence.num_drafted = sequence.num_written
         sequence.num_to_prefill = len(sequence.tokens)
-        sequence.row = self._rows.pop()
+        sequence.row = self.free_rows.pop()
         if slot is not None:
             self._restored.append(Copy(sequence.row, slot))
         is_new = len(sequence.tokens) == len(sequence.request.prompt)
@@ -316,7 +315,7 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         self._register(sequence, max(self._num_certain(sequence), 0))
         self.pool.release(sequence.pages[sequence.num_released :])
-        self._rows.append(sequence.row)
+        self.free_rows.append(sequence.row)
         self.running.remove(sequence)
         self.waiting.left(sequence)
         sequence.pages = []

@@ -58,13 +58,13 @@ def nbytes(tree) -> int:
 def peaks(monkeypatch):
     """Bytes of all arrays, each time an array of a layer has been read."""
     found = []
-    original = weights._Loader._checked
+    original = weights.Loader.checked
 
     def checked(*arguments):
         found.append(nbytes(jax.live_arrays()))
         return original(*arguments)
 
-    monkeypatch.setattr(weights._Loader, "_checked", checked)
+    monkeypatch.setattr(weights.Loader, "checked", checked)
     return found
 
 
