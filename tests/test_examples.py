@@ -169,6 +169,8 @@ class Page:
 
     def _command(self, words: list[str]) -> tuple[str, list[str]]:
         """(module whose main takes the arguments, arguments)."""
+        if words[:3] == ["python", "-m", "megajax"]:
+            words = words[2:]
         if words[0] == "megajax":
             module, first, _ = COMMANDS[words[1]]
             return module, [*first, *words[2:]]
