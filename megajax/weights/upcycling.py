@@ -49,7 +49,7 @@ class _Upcycled:
     def __init__(
         self, source: WeightSource, dense: DecoderConfig, config: Config, ours: DecoderConfig, num_experts: int
     ):
-        """dense: the model of the source. config: of the run, with a model of so many experts."""
+        """dense: the model of `source`. ours: the model of `config`, the run; it has `num_experts` experts."""
         moe = ours.moe
         self._dense = source
         self._run = config
