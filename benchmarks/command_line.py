@@ -5,7 +5,8 @@ import sys
 from collections.abc import Callable
 
 import configs
-from megajax.config import Config, override
+from megajax.config import Config
+from megajax.overrides import override
 from megajax.training.reporting.console import log_to_stderr
 
 

@@ -19,9 +19,10 @@ import jaxlib
 
 import configs
 from benchmarks.hlo import Program
-from megajax.config import Config, override
+from megajax.config import Config
 from megajax.mesh import compat
 from megajax.mesh.config import make_mesh
+from megajax.overrides import override
 from megajax.planning.plan import compile_step, devices_without_gpu, plan_device
 
 RECORD = Path(__file__).parents[1] / "tests" / "compiled" / "recorded.json"

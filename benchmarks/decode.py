@@ -37,7 +37,6 @@ from jax.sharding import Mesh, NamedSharding
 import configs
 from benchmarks import profile
 from benchmarks.command_line import run
-from megajax.config import override
 from megajax.fields.ranges import PositiveInt
 from megajax.inference.benchmark import GREEDY, measure
 from megajax.inference.config import Sampling, ServingConfig
@@ -47,6 +46,7 @@ from megajax.mesh.devices import find_device
 from megajax.mesh.processes import use_compilation_cache
 from megajax.mesh.sharding import weight_spec
 from megajax.models.model import Model
+from megajax.overrides import override
 from megajax.parameters import Parameter, PerLayer, name_of
 from megajax.terminal.command_line import parse_known
 

@@ -36,9 +36,10 @@ import numpy as np
 from benchmarks import figures
 from benchmarks.command_line import read_config, run, split
 from benchmarks.records import devices, jax_versions
-from megajax.config import Config, override
+from megajax.config import Config
 from megajax.mesh.processes import use_compilation_cache
 from megajax.ops.low_precision import FORMATS
+from megajax.overrides import override
 from megajax.run import load_data, make_program, make_trainer
 from megajax.training.faults.watchdog import Watchdog
 from megajax.training.loop import Trainer

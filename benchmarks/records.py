@@ -11,7 +11,8 @@ import jax
 import jaxlib
 
 from benchmarks.command_line import read_config, split
-from megajax.config import RENAMED, Config
+from megajax.config import Config
+from megajax.overrides import RENAMED
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = ("config", "seconds", "steps", "windows", "rounds", "peers")

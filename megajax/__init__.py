@@ -15,7 +15,7 @@ import importlib
 __version__ = "0.1.0"
 __all__ = ["Config", "Plan", "Run", "figures", "load_run", "override", "plan", "recipe", "recipes", "use_cpu_devices"]
 
-_MODULES = {"Config": "megajax.config", "override": "megajax.config", "use_cpu_devices": "megajax.mesh.processes"}
+_MODULES = {"Config": "megajax.config", "override": "megajax.overrides", "use_cpu_devices": "megajax.mesh.processes"}
 
 
 def __getattr__(name: str):

@@ -19,7 +19,7 @@ import configs
 from megajax import run as runs
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.steps import find_step
-from megajax.config import Config, override
+from megajax.config import Config
 from megajax.data.datasets import Datasets
 from megajax.inference.device.weights import restore_weights
 from megajax.inference.engine import Engine
@@ -27,6 +27,7 @@ from megajax.inference.tokens.sampling import Sampling
 from megajax.mesh.config import make_mesh
 from megajax.mesh.processes import use_compilation_cache
 from megajax.models.model import Model
+from megajax.overrides import override
 from megajax.planning.memory import memory_per_device
 from megajax.planning.plan import USABLE_MEMORY, plan_device, plan_rows
 from megajax.training.batch_schedule import Batch, BatchSchedule

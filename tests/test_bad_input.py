@@ -13,10 +13,10 @@ import pytest
 import configs
 from megajax import run
 from megajax.cli import train
-from megajax.config import override
 from megajax.mesh.config import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
+from megajax.overrides import override
 
 ROOT = Path(__file__).parents[1]
 MOCK = ["--data.source=mock", "--data.text=", "--data.tokenizer=null:2047", "--training.sample_prompt=",

@@ -9,11 +9,12 @@ import pytest
 
 import configs
 from megajax import run
-from megajax.config import RENAMED, Config, differences, incompatibilities, override
+from megajax.config import Config, differences, incompatibilities
 from megajax.data.config import DataConfig
 from megajax.data.prepare.write_tokens import preprocess
 from megajax.data.tokenizers.load import load_tokenizer
 from megajax.models.interface import MODELS
+from megajax.overrides import RENAMED, override
 from megajax.tasks.interface import TASKS
 from megajax.training.config import LaunchConfig
 

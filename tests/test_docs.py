@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 import configs
-from megajax.config import RENAMED, Config
+from megajax.config import Config
 from megajax.models.interface import MODELS
+from megajax.overrides import RENAMED
 from megajax.tasks.interface import TASKS
 
 ROOT = Path(__file__).parents[1]

@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _run(config: "Config", options: Options, wants_help: bool, overrides: list[str]) -> None:
-    from megajax.config import override
+    from megajax.overrides import override
 
     config = override(config, overrides)
     if not config.run_dir:
@@ -117,7 +117,8 @@ def _start(config: "Config", replay_step: int | None) -> None:
 
 def _saved_config(overrides: list[str]) -> "Config":
     """The config of the run in --run_dir, without the `launch` section of its last start."""
-    from megajax.config import Config, holds_run, normalised
+    from megajax.config import Config, holds_run
+    from megajax.overrides import normalised
     from megajax.training.config import LaunchConfig
     from megajax.weights.hugging_face.folder import is_folder
 

@@ -8,8 +8,8 @@ import pytest
 
 import configs
 from benchmarks.peers import limit
-from megajax.config import override
 from megajax.mesh.config import MeshConfig
+from megajax.overrides import override
 
 MEASURED = {"gpt_1p3b": 1, "llama3_8b_8layers": 1, "llama3_8b": 8, "gpt3_7b": 8}
 TINY = ["--model.num_layers=2", "--model.embed_dim=32", "--model.num_heads=4", "--model.num_kv_heads=2",

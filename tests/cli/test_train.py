@@ -11,8 +11,9 @@ import pytest
 import configs
 from megajax import cli, run
 from megajax.cli import completion, infer, train
-from megajax.config import Config, override
+from megajax.config import Config
 from megajax.fields.suggestions import did_you_mean
+from megajax.overrides import override
 from megajax.training.config import LaunchConfig
 from megajax.training.reporting import best_effort
 

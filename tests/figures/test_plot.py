@@ -8,10 +8,11 @@ import pytest
 
 import configs
 from megajax.cli import train
-from megajax.config import Config, override
+from megajax.config import Config
 from megajax.figures import plot
 from megajax.figures.drawings import curves, plan_figure, save
 from megajax.figures.runs import read_run
+from megajax.overrides import override
 from megajax.planning.memory import memory_per_device
 from megajax.planning.plan import plan_device
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import configs
-from megajax.config import override
 from megajax.mesh.config import make_mesh
+from megajax.overrides import override
 from megajax.run import load_data, make_trainer
 from megajax.training.faults.watchdog import Watchdog
 

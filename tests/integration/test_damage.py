@@ -22,10 +22,11 @@ from megajax import run
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.verify import sealed
-from megajax.config import Config, override
+from megajax.config import Config
 from megajax.data.tokenizers.load import load_tokenizer, save_tokenizer
 from megajax.inference.engine import Engine
 from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.overrides import override
 from megajax.training.faults.watchdog import Watchdog
 from megajax.training.program import Program
 from megajax.training.run_lock import locked

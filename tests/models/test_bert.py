@@ -13,7 +13,7 @@ import configs
 from megajax import run
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.cli import infer
-from megajax.config import Config, override
+from megajax.config import Config
 from megajax.data.config import DataConfig
 from megajax.data.indexed.dataset import IndexedDatasetWriter
 from megajax.inference.load import open_model
@@ -23,6 +23,7 @@ from megajax.mesh.config import MeshConfig
 from megajax.models.bert import BertConfig
 from megajax.models.model import Model
 from megajax.optim.config import OptimizerConfig
+from megajax.overrides import override
 from megajax.parallel.context import sequence_order
 from megajax.precision import PrecisionConfig
 from megajax.tasks.masked import Masked

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.config import Config, incompatibilities, override
+from megajax.config import Config, incompatibilities
 from megajax.data.config import DataConfig
 from megajax.inference.engine import Engine, Sampling
 from megajax.layers.feed_forward.moe import MoeConfig
@@ -17,6 +17,7 @@ from megajax.mesh.config import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.optim.optimizer import OptimizerConfig
+from megajax.overrides import override
 from megajax.precision import PrecisionConfig
 from megajax.tasks.language import Language
 from megajax.training.config import LaunchConfig, TrainingConfig

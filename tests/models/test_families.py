@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 import configs
 from megajax import run
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.config import Config, override
+from megajax.config import Config
 from megajax.data.loader import IndexedSource
 from megajax.inference.engine import Engine, Sampling, ServingConfig
 from megajax.layers.attention.kv_cache import Places
@@ -40,6 +40,7 @@ from megajax.models.model import Model
 from megajax.ops.attention_mask import CAUSAL, window
 from megajax.ops.embedding import embed
 from megajax.optim.optimizer import Optimizer
+from megajax.overrides import override
 from megajax.parameters import Structure, observe, variable, weight
 from megajax.planning.plan import plan_device, plan_rows
 from megajax.precision import PrecisionConfig

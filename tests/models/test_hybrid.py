@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from configs import recipes
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.config import Config, override
+from megajax.config import Config
 from megajax.data.config import DataConfig
 from megajax.inference.engine import Engine, Sampling, ServingConfig
 from megajax.layers.attention.kv_cache import Places, PoolSizes
@@ -25,6 +25,7 @@ from megajax.models.execution import ExecutionConfig
 from megajax.models.hybrid import HybridConfig
 from megajax.models.model import Model
 from megajax.optim.config import OptimizerConfig
+from megajax.overrides import override
 from megajax.parallel.context import sequence_order
 from megajax.precision import PrecisionConfig
 from megajax.tasks.language import Language

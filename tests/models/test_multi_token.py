@@ -11,7 +11,7 @@ import pytest
 
 from megajax import run
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.config import Config, incompatibilities, override
+from megajax.config import Config, incompatibilities
 from megajax.data.config import DataConfig
 from megajax.inference.engine import Engine, Sampling
 from megajax.layers.attention.latent import LatentConfig
@@ -25,6 +25,7 @@ from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import EVALUATION
 from megajax.models.model import Model
 from megajax.optim.optimizer import OptimizerConfig
+from megajax.overrides import override
 from megajax.parallel.context import sequence_order
 from megajax.parallel.schedule import make_stages
 from megajax.planning.step_time import total_flops

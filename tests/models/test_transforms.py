@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.config import Config, incompatibilities, override
+from megajax.config import Config, incompatibilities
 from megajax.data.config import DataConfig
 from megajax.inference.engine import Engine, Sampling, ServingConfig
 from megajax.layers.feed_forward.moe import MoeConfig
@@ -19,6 +19,7 @@ from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.ops.matmul import matmul
 from megajax.optim.config import OptimizerConfig
+from megajax.overrides import override
 from megajax.parameters import name_of, weight
 from megajax.planning.plan import plan_device, plan_rows
 from megajax.precision import PrecisionConfig

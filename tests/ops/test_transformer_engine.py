@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.config import Config, override
+from megajax.config import Config
 from megajax.mesh import compat
 from megajax.ops import attention_mask as masks
 from megajax.ops import transformer_engine
 from megajax.ops.attention import attention, reference_attention
 from megajax.ops.attention_backends import BACKENDS, Inputs, Options, TransformerEngine, choose
+from megajax.overrides import override
 
 B, T, N, K, H, WINDOW = 4, 16, 4, 2, 8, 5
 

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.config import Config, incompatibilities, override
+from megajax.config import Config, incompatibilities
 from megajax.optim.groups import Group, parse_group, rules_of
 from megajax.optim.optimizer import Optimizer, OptimizerConfig
+from megajax.overrides import override
 from megajax.parameters import Parameter
 
 RECORDS = {

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.config import Config, override
+from megajax.config import Config
 from megajax.optim.loss_scale import LossScale, LossScaleRule
+from megajax.overrides import override
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from megajax.config import Config, incompatibilities, override
+from megajax.config import Config, incompatibilities
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.optim.config import OptimizerConfig
 from megajax.optim.distributed import optimizer_shardings
 from megajax.optim.moments import Float8Moments, from_float8, to_float8
 from megajax.optim.optimizer import Optimizer
+from megajax.overrides import override
 from megajax.parameters import Parameter, name_of
 from megajax.planning.memory import bytes_per_device
 from megajax.precision import PrecisionConfig

@@ -11,9 +11,10 @@ import pytest
 
 import configs
 from megajax.cli import train
-from megajax.config import Config, override
+from megajax.config import Config
 from megajax.mesh import compat
 from megajax.models.model import Model
+from megajax.overrides import override
 from megajax.planning.plan import plan_device, plan_rows
 
 ROOT = Path(__file__).parents[2]

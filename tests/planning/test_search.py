@@ -7,7 +7,7 @@ import pytest
 
 import configs
 from megajax.cli import train
-from megajax.config import override
+from megajax.overrides import override
 from megajax.planning.plan import plan_device
 from megajax.planning.search import overrides_of, search
 

@@ -7,7 +7,7 @@ import pytest
 
 import configs
 from benchmarks.estimates import estimates, summary
-from megajax.config import override
+from megajax.overrides import override
 from megajax.planning.plan import plan_device
 from megajax.planning.step_time import step_times
 

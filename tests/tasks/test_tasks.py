@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from megajax import run
-from megajax.config import Config, override
+from megajax.config import Config
 from megajax.data.datasets import Datasets, Source
 from megajax.data.tokenizers.load import load_tokenizer
 from megajax.layers.attention.kv_cache import PoolSizes
@@ -26,6 +26,7 @@ from megajax.mesh.sharding import constrain
 from megajax.models.decoder import Decoder, DecoderConfig
 from megajax.models.interface import BatchArray, LossTerms
 from megajax.ops.attention_mask import FULL
+from megajax.overrides import override
 from megajax.planning.plan import plan_device, plan_rows
 from megajax.tasks.interface import TASKS, Task, rate
 from megajax.training.batches import BatchPlacer, device_batches

@@ -13,10 +13,11 @@ import pytest
 import configs
 from benchmarks.settings import ablation
 from megajax.cli import train
-from megajax.config import Config, override
+from megajax.config import Config
 from megajax.mesh import processes
 from megajax.mesh.processes import use_compilation_cache, xla_flags
 from megajax.models.model import Model
+from megajax.overrides import override
 from megajax.training import compiler_options as module
 from megajax.training.compiler_options import (
     PROFILE,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from megajax.config import Config, incompatibilities, override
+from megajax.config import Config, incompatibilities
 from megajax.layers.feed_forward.moe import MoeConfig
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.mesh.sharding import batch_spec
@@ -18,6 +18,7 @@ from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
 from megajax.optim.config import OptimizerConfig
 from megajax.optim.optimizer import Optimizer
+from megajax.overrides import override
 from megajax.parallel.context import sequence_order
 from megajax.parallel.schedule import make_stages
 from megajax.planning.card import described_precision

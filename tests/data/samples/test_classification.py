@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from megajax.config import override
 from megajax.data.config import DataConfig
 from megajax.data.datasets import Amounts
 from megajax.data.labelled import labelled_datasets
@@ -14,6 +13,7 @@ from megajax.data.tokenizers.load import load_tokenizer
 from megajax.data.tokenizers.masking_tokens import MaskingTokens, masking_tokens
 from megajax.models.bert import BertConfig
 from megajax.models.decoder import DecoderConfig
+from megajax.overrides import override
 from megajax.tasks.classification import Classification
 from megajax.tasks.conversations import Conversations
 from megajax.tasks.masked import Masked
