@@ -219,6 +219,11 @@ def name_of(path) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
+def named(tree: Any) -> dict[str, Any]:
+    """The leaves of a tree by name."""
+    return {name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
 def matches(name: str, patterns: Iterable[str]) -> bool:
     """Whether one of the shell patterns (* and ?) matches the whole name of a parameter."""
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

@@ -9,7 +9,6 @@ import pytest
 import configs
 from megajax.config import Config
 from megajax.models.interface import MODELS
-from megajax.overrides import RENAMED
 from megajax.tasks.interface import TASKS
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +41,7 @@ def test_page_names_fields_recipes_and_files_that_exist(page):
     for quoted in re.findall(r"`([^`\n]*)`", text):
         named |= set(re.findall(rf"(?:^|(?<=[\s-]))((?:{SECTIONS})(?:\.\w+)+)", quoted))
     files = {name for name in named if name.endswith((".py", ".json"))}
-    assert sorted(named - files - known_fields() - set(RENAMED)) == []
+    assert sorted(named - files - known_fields()) == []
     recipes = set(re.findall(r"--config=(\w+)(?!\w*:)", text)) - {"NAME"}
     assert sorted(recipes - set(configs.recipes())) == []
     links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith("http")]

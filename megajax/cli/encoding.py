@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megajax.cli.options import OfModel, check_is_new
+from megajax.cli.options import OfModel, check_is_new, read_lines
 from megajax.fields.ranges import PositiveInt
 from megajax.inference.config import Pooling
 
@@ -77,13 +77,7 @@ class Classify(_OfTexts):
 def read_texts(path: str) -> list[dict[str, Any]]:
     """A text per line; in a .jsonl file each line is an object with text, with text and text_pair, or with words.
     Raises ValueError."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            lines = [line for line in file.read().splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"texts={path} cannot be read ({error})") from None
-    if not lines:
-        raise ValueError(f"texts={path} has no text; write one per line")
+    lines = read_lines(path, "texts", "text")
     if not path.endswith(".jsonl"):
         return [{"text": line} for line in lines]
     return [_record(line, f"texts={path} line {number}") for number, line in enumerate(lines, 1)]

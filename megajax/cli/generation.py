@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from megajax.cli.options import OfChats, OfEngine, OfSampling, check_is_new
+from megajax.cli.options import OfChats, OfEngine, OfSampling, check_is_new, read_lines
 from megajax.fields.ranges import changed_fields
 from megajax.inference.config import Sampling, ServingConfig
 
@@ -104,13 +104,7 @@ class Chat(OfEngine, OfSampling, OfChats):
 
 def read_prompts(path: str) -> list[str]:
     """One prompt per line; in a .jsonl file each line is an object with the field prompt. Raises ValueError."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            lines = [line for line in file.read().splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"prompts={path} cannot be read ({error})") from None
-    if not lines:
-        raise ValueError(f"prompts={path} has no prompt; write one per line")
+    lines = read_lines(path, "prompts", "prompt")
     return [_prompt(path, number, line) for number, line in enumerate(lines, 1)] if path.endswith(".jsonl") else lines
 
 

@@ -98,3 +98,15 @@ def check_is_new(output: str | None) -> None:
     """Raises ValueError for a file that exists."""
     if output is not None and Path(output).exists():
         raise ValueError(f"output={output} exists; give a new file")
+
+
+def read_lines(path: str, option: str, what: str) -> list[str]:
+    """The lines of a file that are not empty, a `what` each. Raises ValueError that names the option."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = [line for line in file.read().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{option}={path} cannot be read ({error})") from None
+    if not lines:
+        raise ValueError(f"{option}={path} has no {what}; write one per line")
+    return lines

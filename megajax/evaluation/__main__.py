@@ -92,8 +92,6 @@ class Evaluation(OnDevices):
     def _settings(self) -> dict[str, Any]:
         """What determines the results besides the weights."""
         others = {"run", "step", "watch", "batch_tokens"}
-        if self.weight_dtype == "auto":
-            others.add("weight_dtype")  # earlier records do not have it
         return {
             name: value
             for name, value in values_of(self).items()

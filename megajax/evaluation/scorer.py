@@ -13,10 +13,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from megajax.inference.shapes import BATCH_TOKENS, laid_out, text_batches
-from megajax.mesh.sharding import constrain
+from megajax.mesh.sharding import constrain, replicated
 from megajax.models.model import Model
 from megajax.ops.token_scores import TokenScores
 
@@ -104,6 +103,5 @@ class Scorer:
 
 
 def _scores(model: Model, params: dict, batch: dict) -> TokenScores:
-    """Replicated, so that every process can read them."""
     batch = {name: constrain(array, "batch", "time") for name, array in batch.items()}
-    return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, P()), model.scores(params, batch))
+    return replicated(model.scores(params, batch))

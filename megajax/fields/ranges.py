@@ -1,7 +1,7 @@
 """The allowed values of a config field: given by its annotation, with a Range where the type is not enough.
 
     steps: PositiveInt = 1000
-    beta1: Annotated[float, Range(at_least=0, below=1)] = 0.9
+    dropout: Annotated[float, Range(at_least=0, below=1)] = 0.1
 
 `check_fields` compares every field of a config, and of the configs in it, with its annotation. Unless a Range says how
 large it may be, an integer must fit into int32, like counters and token ids on the devices, and any other number must

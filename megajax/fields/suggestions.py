@@ -65,7 +65,7 @@ def _similarity(typed: str, known: str) -> float:
     typed_section, _, typed_last = typed.rpartition(".")
     section, _, last = known.rpartition(".")
     similarity = max(_last_part(typed_last, last), _last_part(SYNONYMS.get(typed_last, typed_last), last))
-    if not typed_section:  # the shortest section first: model.window before model.rope.window
+    if not typed_section:  # the shortest section first: training.z_loss before model.moe.router.z_loss
         return similarity - 0.01 * known.count(".")
     return 0.75 * similarity + 0.25 * difflib.SequenceMatcher(None, typed_section, section).ratio()
 

@@ -17,7 +17,7 @@ from megajax.figures.runs import X_LABELS, Curve, RunMetrics, XAxis, panels
 from megajax.mesh.devices import Device
 from megajax.ops import attention_mask as masks
 from megajax.parallel.schedule import Stages, Table, make_table
-from megajax.parameters import name_of
+from megajax.parameters import named
 from megajax.planning.memory import memory_per_device
 from megajax.planning.plan import USABLE_MEMORY
 from megajax.training.config import TrainingConfig
@@ -89,8 +89,7 @@ def sharding(run: "Run", parameter: str) -> "Figure":
     parameter: its name in a checkpoint, such as layers.dense.mlp.up. If an earlier dim is split, such as that of the
     layers in a pipeline, each part has its own panel. Raises ValueError for an unknown name.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(run.program.abstract_state.weights)
-    arrays = {name_of(path): leaf for path, leaf in leaves}
+    arrays = named(run.program.abstract_state.weights)
     if parameter not in arrays:
         raise ValueError(f"parameter={parameter} is unknown; use one of {', '.join(arrays)}")
     array = arrays[parameter]
@@ -187,10 +186,10 @@ def memory(*plans: "Plan") -> "Figure":
 def plan_figure(program: Program, training: TrainingConfig, device: Device, title: str = "") -> "Figure":
     """Memory of one GPU and, if something is offloaded, of its host; the schedule of the pipeline, if there is one."""
     stages = program.model.stages
-    memory, host = memory_per_device(program, training)
+    on_device, host = memory_per_device(program, training)
     figure = new_figure(9, 2.6 if stages is None else 5.2)
     axes = figure.subplots(1 if stages is None else 2, squeeze=False)[:, 0]
-    bars = [(device.name, memory, USABLE_MEMORY * device.memory_bytes)]
+    bars = [(device.name, on_device, USABLE_MEMORY * device.memory_bytes)]
     _draw_memory(axes[0], [*bars, ("its host", host, None)] if host else bars)
     if stages is not None:
         _draw_schedule(axes[1], stages, training.schedule(program.mesh_config)(training.steps).num_microbatches)
@@ -251,8 +250,8 @@ def traffic(results: Sequence["Result"]) -> "Figure":
     figure = new_figure(9, 3.6)
     all_axes = figure.subplots(1, 2)
     kinds = ([r for r in results if r.load.concurrency is None], [r for r in results if r.load.concurrency is not None])
-    panels = (("time to first token (s)", "first_token"), ("time between tokens (s)", "between_tokens"))
-    for axes, (title, latency) in zip(all_axes, panels, strict=True):
+    latencies = (("time to first token (s)", "first_token"), ("time between tokens (s)", "between_tokens"))
+    for axes, (title, latency) in zip(all_axes, latencies, strict=True):
         for colour, shown in enumerate(kinds):
             shown = [result for result in shown if getattr(result, latency)]
             rates = [result.tokens_per_second for result in shown]

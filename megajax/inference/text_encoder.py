@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
 from megajax.data.samples.classification import encode_words, joined
 from megajax.data.tokenizers.masking_tokens import SPELLINGS, masking_tokens
 from megajax.inference.config import Pooling
 from megajax.inference.load import OpenedModel
 from megajax.inference.shapes import laid_out, power_of_two, text_batches
-from megajax.mesh.sharding import constrain
+from megajax.mesh.sharding import constrain, replicated
 
 MASK = re.compile("|".join(map(re.escape, SPELLINGS["mask_id"])))
 
@@ -197,7 +196,7 @@ def _fill(model, params: dict, batch: dict, where_BM: jax.Array, *, top_k: int):
     module, h_BTD, _ = _hidden(model, params, batch)
     h_BMD = jnp.take_along_axis(constrain(h_BTD, "batch", None, None), where_BM[..., None], axis=1)
     probabilities, tokens = jax.lax.top_k(jax.nn.softmax(module.token_logits(h_BMD)), top_k)
-    return _replicated((tokens, probabilities))
+    return replicated((tokens, probabilities))
 
 
 def _embed(model, params: dict, batch: dict, *, pooling: Pooling):
@@ -206,17 +205,13 @@ def _embed(model, params: dict, batch: dict, *, pooling: Pooling):
     counts_BT = batch["segment_ids"] == 1 if pooling == "mean" else batch["positions"] == 0
     weights_BT = counts_BT.astype(jnp.float32)
     total_BD = jnp.sum(h_BTD.astype(jnp.float32) * weights_BT[..., None], axis=1)
-    return _replicated(total_BD / jnp.maximum(jnp.sum(weights_BT, axis=1, keepdims=True), 1))
+    return replicated(total_BD / jnp.maximum(jnp.sum(weights_BT, axis=1, keepdims=True), 1))
 
 
 def _classify(model, params: dict, batch: dict):
     """float32 [B, C] or [B, T, C]."""
     module, h_BTD, batch = _hidden(model, params, batch)
-    return _replicated(jax.nn.softmax(module.class_logits(h_BTD, batch)))
-
-
-def _replicated(tree):
-    return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, P()), tree)
+    return replicated(jax.nn.softmax(module.class_logits(h_BTD, batch)))
 
 
 def _names_in_run(source) -> tuple[str, ...] | None:

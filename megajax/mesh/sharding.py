@@ -146,6 +146,11 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, activation_spec(x.shape, axes))
 
 
+def replicated(tree):
+    """The arrays on every device, so that every process can read them."""
+    return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, P()), tree)
+
+
 def constrain_weights(tree, records):
     """Constrains arrays to the shardings of parameters with these records."""
     if not has_mesh():

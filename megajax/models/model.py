@@ -37,6 +37,7 @@ from megajax.parameters import (
     matches,
     merge,
     name_of,
+    named,
     records,
     select,
     updated,
@@ -172,7 +173,7 @@ class Model:
 
     def split(self, tree: dict) -> Weights:
         """Splits a tree with the structure of the weights (arrays, records, shardings) by how they are updated."""
-        roles = {name_of(path): record.role for path, record in jax.tree_util.tree_leaves_with_path(self.records)}
+        roles = {name: record.role for name, record in named(self.records).items()}
 
         def is_variable(name: str) -> bool:
             return roles[name] == "variable"

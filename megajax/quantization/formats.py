@@ -31,7 +31,14 @@ import numpy as np
 Element = Literal["e4m3", "e5m2", "e2m1"]
 
 DTYPES = {"e4m3": jnp.dtype(jnp.float8_e4m3fn), "e5m2": jnp.dtype(jnp.float8_e5m2)}
-LARGEST = {element: float(jnp.finfo(dtype).max) for element, dtype in DTYPES.items()} | {"e2m1": 6.0}
+
+
+def largest(dtype: jnp.dtype) -> float:
+    """The largest level that is used of a dtype of 8 bits: 127, 448 or 57344."""
+    return 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
+
+
+LARGEST = {element: largest(dtype) for element, dtype in DTYPES.items()} | {"e2m1": 6.0}
 SMALLEST_SCALE = 2.0**-126  # the smallest normal float32; also the scale of zeros
 HADAMARD_SIZE = 16
 # Signs of the random rotation: fixed, so that both operands, all devices and all steps use the same.
@@ -65,11 +72,6 @@ class Operand(NamedTuple):
         """What is multiplied. XLA recognises the conversion and the scale, and multiplies in FP8 where it can."""
         values = self.values.astype(dtype)
         return values if self.scale is None else values * self.scale.astype(dtype)
-
-
-def largest(dtype: jnp.dtype) -> float:
-    """The largest level that is used of a dtype of 8 bits: 127, 448 or 57344."""
-    return 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
 
 
 def to_levels(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

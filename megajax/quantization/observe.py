@@ -24,7 +24,7 @@ from megajax.models.interface import NO_REGULARISERS, ModelConfig
 from megajax.models.model import Model
 from megajax.ops.matmul import ObservedWeight
 from megajax.parallel.context import sequence_order
-from megajax.parameters import Parameter, name_of
+from megajax.parameters import Parameter, name_of, named
 from megajax.precision import PrecisionConfig
 
 logger = logging.getLogger("megajax")
@@ -34,8 +34,7 @@ BATCH_TOKENS = 8192  # of a batch, per shard
 
 def matrices(model: Model) -> dict[str, Parameter]:
     """The records of the matrices that are quantised, by name."""
-    leaves = jax.tree_util.tree_leaves_with_path(model.records)
-    return {name_of(path): record for path, record in leaves if record.is_quantizable}
+    return {name: record for name, record in named(model.records).items() if record.is_quantizable}
 
 
 def batches_of(
@@ -138,7 +137,7 @@ def _program(config: ModelConfig, precision: PrecisionConfig, execution: Executi
         return jax.tree.map(lambda a: jnp.zeros((array.shape[0], *a.shape), a.dtype), found)
 
     def run(weights: dict, given: dict, batch: dict):
-        leaves = {name_of(path): array for path, array in jax.tree_util.tree_leaves_with_path(weights)}
+        leaves = named(weights)
         seen = {name: unseen(leaves[name], record, given[name]) for name, record in records.items()}
         batch = {name: constrain(array, "batch", "time") for name, array in batch.items()}
 

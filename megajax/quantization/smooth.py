@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from megajax.models.model import Model
-from megajax.parameters import Parameter, name_of
+from megajax.parameters import Parameter, name_of, named
 from megajax.quantization.calibrate import channel_ranges
 from megajax.quantization.observe import matrices, observe
 
@@ -27,8 +27,8 @@ def smoothing(
     stacked. Raises ValueError for a model without norms before its matrices, or with zero-centred ones.
     """
     seen = observe(model, weights, mesh, batches, channel_ranges)
-    names = {name_of(path): a for path, a in jax.tree_util.tree_leaves_with_path(weights)}
-    records = {name_of(path): record for path, record in jax.tree_util.tree_leaves_with_path(model.records)}
+    names = named(weights)
+    records = named(model.records)
     quantized = matrices(model)
     factors: dict[str, np.ndarray] = {}
     for norm, readers in _norms(model, records):

@@ -29,7 +29,7 @@ from megajax.data.tokenizers.load import load_saved_tokenizer
 from megajax.layers.attention.kv_cache import Places, PoolSizes
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.models.model import Model
-from megajax.parameters import name_of
+from megajax.parameters import named
 from megajax.weights.run_directory import copy_tokenizer, new_directory
 
 PLATFORMS = ("cpu", "cuda")
@@ -92,7 +92,7 @@ def _read(run_dir: Path, step: int, model: Model) -> dict:
         model.cast_weights(model.precision.compute_dtype),
     )
     with Checkpointer(run_dir, None) as checkpointer:
-        return jax.tree.map(np.asarray, _named(checkpointer.restore_params(step, wanted, model.layer_rows)))
+        return jax.tree.map(np.asarray, named(checkpointer.restore_params(step, wanted, model.layer_rows)))
 
 
 def _serialized(program: jax.export.Exported) -> bytes | bytearray:
@@ -110,7 +110,7 @@ def programs(model: Model, vocab_size: int, batch_size: int, max_length: int) ->
     Always traced for a CPU, because kernels chosen for one GPU would not run on others.
     """
     structure = jax.tree.structure(model.abstract_weights)
-    names = list(_named(model.abstract_weights))
+    names = list(named(model.abstract_weights))
 
     def module(params: dict) -> Any:
         return model.module(jax.tree.unflatten(structure, [params[name] for name in names]))
@@ -149,7 +149,7 @@ def programs(model: Model, vocab_size: int, batch_size: int, max_length: int) ->
         return logits(module(params), x_B1D), caches
 
     rows = jax.ShapeDtypeStruct((batch_size,), jnp.int32)
-    params = _named(model.cast_weights(model.precision.compute_dtype))
+    params = named(model.cast_weights(model.precision.compute_dtype))
     with jax.set_mesh(_host_mesh()):
         prompt = (params, jax.ShapeDtypeStruct((batch_size, max_length), jnp.int32), rows)
         _, caches = jax.eval_shape(prefill, *prompt)
@@ -175,7 +175,3 @@ def _host_mesh() -> Mesh:
 
 def _at(caches: dict, places: Places) -> dict:
     return {name: tuple(cache.at(places) for cache in of_stack) for name, of_stack in caches.items()}
-
-
-def _named(tree: dict) -> dict:
-    return {name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

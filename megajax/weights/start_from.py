@@ -18,7 +18,7 @@ from megajax.checkpoint.steps import find_step, saved_steps
 from megajax.config import Config, differences, holds_run
 from megajax.mesh.sharding import with_shardings
 from megajax.models.model import Model
-from megajax.parameters import matches, merge, name_of, select
+from megajax.parameters import matches, merge, named, select
 from megajax.training.program import Program
 from megajax.weights.hugging_face.folder import is_folder
 from megajax.weights.sources import WeightSource, open_source
@@ -145,4 +145,4 @@ def _problems(ours: Model, theirs: Model, fresh: tuple[str, ...]) -> list[str]:
 
 def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
     """Shape of each weight, by name."""
-    return {name_of(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(model.abstract_weights)}
+    return {name: leaf.shape for name, leaf in named(model.abstract_weights).items()}

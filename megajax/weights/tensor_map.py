@@ -10,13 +10,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-import jax
 import numpy as np
 
 from megajax.checkpoint.layout import stack_of
 from megajax.models.interface import ModelConfig
 from megajax.models.model import Model
-from megajax.parameters import name_of
+from megajax.parameters import named
 
 Layout = Literal["same", "linear", "conv1d", "by_head", "within_heads", "taps"]
 
@@ -163,11 +162,9 @@ class WeightMap:
         model = Model(config)
         self._sizes = sizes
         self.layer_rows = model.layer_rows
-        leaves = jax.tree_util.tree_leaves_with_path(model.abstract_weights)
-        self.shapes = {name_of(path): leaf.shape for path, leaf in leaves}
+        self.shapes = {name: leaf.shape for name, leaf in named(model.abstract_weights).items()}
         """Shapes of our parameters by name, with the layers in order."""
-        records = jax.tree_util.tree_leaves_with_path(model.records)
-        self.records = {name_of(path): record for path, record in records}
+        self.records = named(model.records)
         self.rows = [
             self._row(row, names)
             for row in rows

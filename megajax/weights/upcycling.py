@@ -21,7 +21,7 @@ from megajax.layers.feed_forward.moe import MoeConfig
 from megajax.mesh.sharding import with_shardings
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
-from megajax.parameters import Parameter, name_of
+from megajax.parameters import Parameter, name_of, named
 from megajax.weights.sources import WeightSource
 
 logger = logging.getLogger("megajax")
@@ -72,15 +72,15 @@ class _Upcycled:
         after = model_for(self.config, self._run)
         target = with_shardings(before.abstract_weights, before.shardings(mesh))
         found = self._dense.restore_params(target, before.layer_rows)
-        dense = {name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(found)}
-        names = [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(abstract)]
+        dense = named(found)
+        names = list(named(abstract))
         fresh = [name for name in names if _dense_name(name) not in dense]
         logger.info(
             "upcycling: %d experts with a feed-forward width of %d of %d each; newly initialised: %s",
             self._num_experts, *self._widths, ", ".join(fresh),
         )  # fmt: skip
         initial = after.init(self._run.training.seed, mesh, only=fresh)
-        dense |= {name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(initial)}
+        dense |= named(initial)
 
         def make(path, leaf, record: Parameter):
             name = name_of(path)

@@ -200,7 +200,7 @@ def test_nonsense_is_refused_by_name_in_one_line_for_a_run_and_for_a_plan(name):
             use()
 
 
-@pytest.mark.parametrize("scaling", ["none", "linear", "dynamic", "llama3", "yarn", "longrope"])
+@pytest.mark.parametrize("scaling", ["none", "linear", "dynamic", "llama3", "yarn", "yarn_exact", "longrope"])
 def test_any_rotary_embedding_that_is_accepted_has_finite_frequencies(scaling):
     factors = (1.0,) * 8 if scaling == "longrope" else ()
     base = RopeConfig(scaling=scaling, factors=factors + factors)

@@ -50,7 +50,7 @@ def is_one_graph(dump):
 def check(mlp_dim, *names):
     model = Model(DecoderConfig(
         num_layers=1, embed_dim=4096, num_heads=32, num_kv_heads=8, mlp_dim=mlp_dim, vocab_size=1024, position="rope",
-        norm="rmsnorm", activation="swiglu", bias=False, tied_embeddings=False,
+        norm="rmsnorm", activation="swiglu", biases=(), tied_embeddings=False,
     ))
     vocab_size = model.config.vocab_size
     batches = Batches(sizes, shapes, vocab_size)

@@ -22,7 +22,7 @@ from megajax.precision import PrecisionConfig
 
 ORACLE = np.load(Path(__file__).parent.parent / "oracles" / "hugging_face.npz")
 NAMES = ("gemma3", "bloom", "gpt_oss", "cohere2")
-SLOW_NAMES = ("olmo2", "gpt_neox", "gptj", "granite")  # of which tests/hugging_face compares the logits too
+SLOW_NAMES = ("olmo2", "gpt_neox", "gptj", "granite")  # of which tests/weights/hugging_face compares the logits too
 
 
 def config_of(name: str) -> DecoderConfig:

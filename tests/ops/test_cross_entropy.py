@@ -137,7 +137,7 @@ def test_memory_is_that_of_a_chunk_whatever_the_number_of_tokens(op, length, mak
 
 
 def test_an_fp8_output_layer_multiplies_rounded_operands():
-    """Loss and gradients, from the definition; the rounding itself is tested in test_quantize.py."""
+    """Loss and gradients, from the definition; the rounding itself is tested in tests/quantization/test_formats.py."""
     x, head, labels, weights = arguments()
     x, labels, weights = x.reshape(-1, D), labels.ravel(), weights.ravel()
 

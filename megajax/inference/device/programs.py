@@ -7,16 +7,15 @@ stays on the device: a call can follow another one before the host has seen what
 """
 
 import math
-from typing import Any, Generic, NamedTuple
+from typing import Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
 from megajax.inference.tokens.sampling import A, Logprobs, RowSampling, unpacked
 from megajax.layers.attention.kv_cache import Places, PoolSizes
-from megajax.mesh.sharding import constrain
+from megajax.mesh.sharding import constrain, replicated
 from megajax.models.interface import AnyModule
 from megajax.models.model import Model
 
@@ -141,7 +140,7 @@ def decode(
     drawn = jax.tree.map(lambda a: jnp.zeros((max_steps, *a.shape), a.dtype), drawn)
     carry = (jnp.int32(0), caches, rows, drawn)
     _, caches, rows, drawn = jax.lax.while_loop(lambda carry: carry[0] < num_steps, one_step, carry)
-    return caches, rows, _replicated(drawn)
+    return caches, rows, replicated(drawn)
 
 
 def prefill(
@@ -177,7 +176,7 @@ def prefill(
         lambda: _prompt_logprobs(module, x_TD, vocab_size, batch.targets_T),
         lambda: Logprobs.zeros(x_TD.shape[0], vocab_size),
     )
-    return caches, rows, _replicated(drawn), _replicated(of_prompt)
+    return caches, rows, replicated(drawn), replicated(of_prompt)
 
 
 def _prompt_logprobs(module: AnyModule, x_TD: jax.Array, vocab_size: int, targets_T: jax.Array) -> Logprobs:
@@ -279,7 +278,3 @@ def copy_state(targets: list[jax.Array], sources: list[jax.Array], to: jax.Array
 
 def _at(caches: dict[str, tuple], places: Places) -> dict[str, tuple]:
     return {name: tuple(cache.at(places) for cache in of_stack) for name, of_stack in caches.items()}
-
-
-def _replicated(tree: Any) -> Any:
-    return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, P()), tree)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from megajax.inference.tokens.sampling import Sampling
+from megajax.inference.config import MAX_LOGPROBS, Sampling
 
 MAX_PROMPTS = 2048
 MAX_MESSAGES = 4096
@@ -21,7 +21,6 @@ MAX_CONVERTED = 1 << 21
 MAX_BIASES = 1024
 MAX_SAMPLES = 128
 MAX_STOP_TOKENS = 128
-MAX_LOGPROBS = 20
 DEFAULT_MAX_TOKENS = 16
 """Of completions, as OpenAI's; an answer in a chat may be as long as the model allows."""
 ANY_OBJECT = {"type": "object"}

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from megajax.checkpoint.piecewise import PiecewiseArray, StoredParams, pieces
@@ -20,7 +19,7 @@ from megajax.data.tokenizers.libraries import HuggingFaceTokenizer, SentencePiec
 from megajax.data.tokenizers.load import load_saved_tokenizer, save_tokenizer
 from megajax.data.tokenizers.tokenizer import configured_tokens, read_json
 from megajax.models.model import Model
-from megajax.parameters import name_of
+from megajax.parameters import named
 from megajax.precision import DTYPES
 from megajax.quantization.weights import WeightFormat
 from megajax.terminal.progress import progress_bar
@@ -232,8 +231,7 @@ def _architecture(place: Path) -> str | None:
 
 def _dtypes(model: Model, stored: dict[str, np.dtype]) -> dict[str, np.dtype]:
     """In which the step has each parameter."""
-    leaves = jax.tree_util.tree_leaves_with_path(model.abstract_weights)
-    return {name_of(path): stored.get(name_of(path), np.dtype(leaf.dtype)) for path, leaf in leaves}
+    return {name: stored.get(name, np.dtype(leaf.dtype)) for name, leaf in named(model.abstract_weights).items()}
 
 
 def _class_names(run_dir: Path) -> dict[str, Any]:

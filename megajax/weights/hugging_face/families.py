@@ -58,7 +58,7 @@ class FalconOptions:
         }
 
 
-# Values of our fields.
+# Values of our words.
 RMS = dict(position="rope", norm="rmsnorm", bias=False)
 _LAYER_NORM = dict(position="rope", norm="layernorm", bias=False)
 _BIASED = dict(position="rope", norm="layernorm", bias=True)
@@ -108,7 +108,7 @@ _GEMMA: Options = (
     Option("hidden_activation", "activation", "gelu_pytorch_tanh", values=GATED),
     ATTENTION_BIAS,
     Option("query_pre_attn_scalar", "attention_multiplier", 256, power=-0.5),
-    Follows("embedding_multiplier", "embed_dim", 0.5),
+    Follows("embedding_multiplier", 0.5),
 )
 
 FAMILIES: tuple[Family, ...] = (

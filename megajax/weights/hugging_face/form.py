@@ -247,7 +247,7 @@ class Family:
     architecture: str
     model_type: str
     always: Mapping[str, Any]
-    """Values of our config fields common to all models of the family."""
+    """Words common to all models of the family."""
     options: Options
     weights: tuple[Row, ...]
     """As the tensors are written."""

@@ -46,7 +46,8 @@ class DeepseekOptions:
             raise ValueError(f"model.moe.shared_dim={shared}, which is no multiple of model.moe.expert_dim={width}")
         scaling = {}
         factor = math.sqrt(ours["attention_multiplier"] * math.sqrt(self._width(ours)))
-        if ours["rope.scaling"] == "yarn" and ours["rope.factor"] > 1 and not math.isclose(factor, 1, rel_tol=1e-12):
+        is_yarn = ours["rope.scaling"] in ("yarn", "yarn_exact")
+        if is_yarn and ours["rope.factor"] > 1 and not math.isclose(factor, 1, rel_tol=1e-12):
             scaling = {"mscale_all_dim": float(f"{(factor - 1) / (0.1 * math.log(ours['rope.factor'])):.12g}")}
         found = Rope().write(ours)
         for name in ("rope_scaling", "rope_parameters"):

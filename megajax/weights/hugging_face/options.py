@@ -1,7 +1,7 @@
-"""Options of a config.json, each with a pair of functions that convert to fields of our config and back.
+"""Options of a config.json, each with a pair of functions that convert to words of our model (`Form.words`) and back.
 
-`read(theirs)` takes the whole config.json and returns fields of DecoderConfig, those of its sections as "rope.base";
-`write(ours)` takes all of these fields and returns keys of config.json. Each raises ValueError, with the option and its
+`read(theirs)` takes the whole config.json and returns words, those of sections as "rope.base";
+`write(ours)` takes all of the words and returns keys of config.json. Each raises ValueError, with the option and its
 value, for values that the other side does not support. `keys` are the keys of config.json that `read` takes into
 account; any other key must be known to change nothing (known_keys.py).
 """
@@ -35,7 +35,7 @@ Options = tuple[AnyOption, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """Maps a key to one of our fields, or to several with the same value."""
+    """Maps a key to one of our words, or to several with the same value."""
 
     theirs: str
     ours: str | tuple[str, ...]
@@ -125,15 +125,13 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Follows:
-    """A field without a key in config.json: a power of another field."""
+    """A word without a key in config.json: a power of the width, which is hidden_size in all families that use this."""
 
     ours: str
-    other: str
     power: float
     keys = ()
 
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
-        # embed_dim is hidden_size in all families that use this
         return {self.ours: theirs["hidden_size"] ** self.power}
 
     def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class Rope:
             raise ValueError(f"model.rope.fraction={fraction}")
         scaling = write_scaling(ours)
         if scaling and scaling["rope_type"] not in self.scalings:
-            raise ValueError(f"model.rope.scaling={scaling['rope_type']}")
+            raise ValueError(f"model.rope.scaling={ours['rope.scaling']}")
         found = {"rope_theta": base, "rope_scaling": scaling, **partial}
         if self.fraction is not None:
             found |= dict(zip(self.names, (base, fraction), strict=True))

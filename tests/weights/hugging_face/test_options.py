@@ -74,7 +74,7 @@ VALUES = {
     ],
     "moe.shared_dim": [24, 48, None],
     "moe.shared_gate": [True, False],
-    "moe.layers": ["e", "de", "dee"],
+    "experts": [(False, True), (False, True, True), ()],
     "moe.router.top_k": [1, 2],
     "moe.router.score": ["softmax", "softmax_all", "sigmoid", "sqrt_softplus"],
     "moe.router.scale": [1.5],
@@ -149,7 +149,7 @@ def replaced(config: DecoderConfig, words: dict) -> DecoderConfig:
 
 
 def changed(config: DecoderConfig, name: str, value) -> DecoderConfig:
-    if name in ("windows", "rotary"):
+    if name in ("windows", "rotary", "experts"):
         value = tuple(value[layer % len(value)] for layer in range(config.num_layers if value else 0))
     try:
         config = replaced(config, value if isinstance(value, dict) else {name: value})
@@ -189,6 +189,19 @@ def write(family, config: DecoderConfig, path: Path, write_drawn) -> Folder:
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     write_drawn(path, {"options": tokens | write_options(family, config), "tensors": tensors})
     return Folder(path)
+
+
+def test_exact_yarn_of_deepseek_is_written_as_it_was_read():
+    family = family_of(dict(architectures=["DeepseekV3ForCausalLM"]))
+    scaling = dict(type="yarn", factor=4.0, original_max_position_embeddings=8, mscale=1.0, mscale_all_dim=0.7)
+    for truncate in (True, False):
+        config = read_options(family, BASES[family.architecture] | dict(rope_scaling=scaling | dict(truncate=truncate)))
+        assert config.rope.scaling == ("yarn" if truncate else "yarn_exact")
+        assert read_options(family, write_options(family, config)) == config
+
+
+def test_values_to_try_are_of_words_that_there_are():
+    assert VALUES.keys() <= DECODERS[0].form.words(DecoderConfig()).keys()
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
