@@ -34,15 +34,17 @@ def is_blend_file(path: str) -> bool:
     return path.endswith(".json")
 
 
-def read_blend(paths: Sequence[str]) -> Entry:
+def read_blend(paths: Sequence[str], field: str = "data.paths") -> Entry:
     """The blend of `paths`, prefixes or blend files, weighted by tokens; or each with its weight before it, as Megatron
-    writes it. Raises ValueError, naming file and entry, if something cannot be read."""
+    writes it. Raises ValueError, naming field or file and entry, if something cannot be read."""
     weights: list[float | None] = [None] * len(paths)
     if paths and _number(paths[0]) is not None:
         weights = [_number(weight) for weight in paths[::2]]
         paths = paths[1::2]
         if len(paths) != len(weights) or not all(weight and 0 < weight <= MOST for weight in weights):
-            raise ValueError("data.paths: write a number above 0 before each path, as in 0.7,web,0.3,code, or none")
+            raise ValueError(
+                f"{field}: write a number above 0, at most {MOST:g}, before each path, as in 0.7,web,0.3,code, or none"
+            )
     entries = (_entry_of_path(path, weight, ()) for path, weight in zip(paths, weights, strict=True))
     return Entry(entries=tuple(entries))
 

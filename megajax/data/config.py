@@ -77,7 +77,7 @@ class DataConfig:
     def _check_paths(self) -> None:
         changes = tuple(file for _, file in self.changes())
         for field, entries in (("paths", self.paths), ("blend_changes", changes), ("eval_paths", self.eval_paths)):
-            for prefix in prefixes(read_blend(entries)):
+            for prefix in prefixes(read_blend(entries, f"data.{field}")):
                 for path in (prefix + ".bin", prefix + ".idx"):
                     if not os.path.isfile(path):
                         raise ValueError(

@@ -132,7 +132,7 @@ def build_datasets(
         held_out = Entry(mock.prefix)
     else:
         blends = [read_blend(paths) for paths in (train_paths, *((file,) for _, file in config.changes()))]
-        held_out = read_blend(eval_paths) if eval_paths else blends[0]
+        held_out = read_blend(eval_paths, "data.eval_paths") if eval_paths else blends[0]
         names = [name for blend in (*blends, held_out) for name in prefixes(blend)]
         opened = {name: _open(name, tokenizer) for name in dict.fromkeys(names)}
     split: Split = (1, 0, 0) if eval_paths else config.split

@@ -119,7 +119,7 @@ def _run(flags: Options) -> dict[str, dict]:
             form=form,
             template=template,
             append_eod=flags.append_eod,
-            num_workers=flags.workers or os.cpu_count() or 1,
+            num_workers=(os.cpu_count() or 1) if flags.workers is None else flags.workers,
             on_error=flags.on_error,
             max_document_bytes=flags.max_document_bytes,
             progress=lambda done: advance(done, total),

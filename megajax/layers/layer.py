@@ -167,8 +167,7 @@ class LayerConfig(StackedConfig, Protocol):
 
     @property
     def reach(self) -> int | None:
-        """Last tokens, itself included, that a token reads from a cache in pages; None: all. A layer without pages need
-        not have it."""
+        """Last tokens, itself included, that a token reads from a cache in pages; None: all."""
 
     def saving_by_name(self) -> "LayerConfig":
         """The same layer, with a Saved of all activations if it has None: a pipeline saves by name."""

@@ -90,7 +90,7 @@ class LowPrecision(Transform):
     high_layers: tuple[int, int]
     """First and last layers that stay in precision.compute."""
     is_active: bool = True
-    """False: in one of these."""
+    """False in one of these."""
 
     field = "precision.low_modules"
 

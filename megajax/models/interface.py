@@ -120,8 +120,8 @@ MODELS = Kinds("model", "megajax.models", default="decoder")
 class ModelConfig:
     """Base of the config of a family: a frozen dataclass with a field `kind: Literal[NAME] = NAME`.
 
-    Its fields say what the model is; when a run resumes, only those marked with MAY_CHANGE may differ. Every check
-    raises ValueError before a device is touched.
+    Its fields have defaults and say what the model is; when a run resumes, only those marked with MAY_CHANGE may
+    differ. Every check raises ValueError before a device is touched.
     """
 
     @property

@@ -28,7 +28,7 @@ class Pattern(NamedTuple):
 @functools.lru_cache
 def read_pattern(text: str) -> Pattern:
     """Raises ValueError for anything else than the above."""
-    runs = re.fullmatch(r"((?:[wfn]\d*)*)/?((?:[de]\d*)*)", text)
+    runs = re.fullmatch(r"((?:[wfn]\d{0,4})*)(?:/(?=[de]))?((?:[de]\d{0,4})*)", text)
     if runs is None or re.search(r"[a-z]0", text):
         known = ", ".join(f"{letter} ({what})" for letter, what in (ATTENTION | FEED_FORWARD).items())
         raise ValueError(f"model.pattern={text!r} must be letters with counts, as w5f or d3e58 or wf/de: {known}")

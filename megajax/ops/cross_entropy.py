@@ -29,7 +29,7 @@ SUMMED_WHOLE = tuple(axis for axis in VOCAB_AXES if axis not in SEQUENCE_AXES)
 FLOAT16_WEIGHT = 256.0
 
 
-class LossOptions(NamedTuple):
+class CrossEntropyOptions(NamedTuple):
     """Static arguments of `cross_entropy`."""
 
     logits: LogitOptions
@@ -68,12 +68,12 @@ def cross_entropy(
     if recipe is not None:
         log_format(recipe, x_BTD.dtype)
     logits = LogitOptions(vocab_size, float(multiplier), soft_cap, max_chunk_bytes, recipe)
-    options = LossOptions(logits, float(z_loss), float(label_smoothing))
+    options = CrossEntropyOptions(logits, float(z_loss), float(label_smoothing))
     return weighted_cross_entropy(x_BTD, head_DV, bias_V, labels_BT, weights_BT, None, options)
 
 
 def weighted_cross_entropy(
-    x_BTD, head_DV, bias_V, labels_BT, weights_BT, entropy_weights_BT, options: LossOptions
+    x_BTD, head_DV, bias_V, labels_BT, weights_BT, entropy_weights_BT, options: CrossEntropyOptions
 ) -> jax.Array:
     """entropy_weights: factors of the entropies of the tokens, which are added; None: no entropies."""
     if x_BTD.dtype != jnp.float16:
@@ -143,7 +143,7 @@ def _run(x_BTD, head_DV, bias_V, labels_BT, weights_BT, entropy_weights_BT, opti
     return (out[0], out[1:]) if with_gradients else (out, None)
 
 
-def _chunks(x_BTD, head_DV, bias_V, of_tokens, options: LossOptions, with_gradients):
+def _chunks(x_BTD, head_DV, bias_V, of_tokens, options: CrossEntropyOptions, with_gradients):
     """of_tokens: labels, weights and, if there are any, weights of the entropies, [B, T].
 
     -> (sum of the losses, dx, (dhead, dbias)): this device's parts of sums over vocabulary (dx) and batch."""
@@ -169,7 +169,15 @@ def _chunks(x_BTD, head_DV, bias_V, of_tokens, options: LossOptions, with_gradie
 
 
 def _chunk(
-    x_CD, labels_C, weights_C, entropy_weights_C=None, *, head, bias_V, options: LossOptions, with_gradients: bool
+    x_CD,
+    labels_C,
+    weights_C,
+    entropy_weights_C=None,
+    *,
+    head,
+    bias_V,
+    options: CrossEntropyOptions,
+    with_gradients: bool,
 ) -> tuple[jax.Array, Any, Any]:
     """-> (sum of the losses, dx, (dhead, dbias)); without gradients None for both."""
     (vocab, multiplier, soft_cap, *_), z_loss, label_smoothing = options

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.mesh.current import manual
 from megajax.mesh.sharding import constrain
-from megajax.ops.cross_entropy import LossOptions, weighted_cross_entropy
+from megajax.ops.cross_entropy import CrossEntropyOptions, weighted_cross_entropy
 from megajax.ops.vocabulary import MAX_CHUNK_BYTES, VOCAB_AXES, LogitOptions, chunk_logits, layout_of, num_chunks
 
 Leaf = TypeVar("Leaf")
@@ -111,7 +111,7 @@ def _score_backward(static: _Scoring, saved, d_scores: TokenScores):
     x_BTD, head_DV, bias_V, labels_BT = saved
 
     def loss(x_BTD, head_DV, bias_V):
-        options = LossOptions(static.logits, 0.0, 0.0)
+        options = CrossEntropyOptions(static.logits, 0.0, 0.0)
         return weighted_cross_entropy(x_BTD, head_DV, bias_V, labels_BT, -d_scores.log_probs, d_scores.entropy, options)
 
     return *jax.grad(loss, (0, 1, 2))(x_BTD, head_DV, bias_V), None

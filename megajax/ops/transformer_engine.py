@@ -2,8 +2,8 @@
 
 Only its public function is used, transformer_engine.jax.attention.fused_attn (signature of 2.20). It does not return
 the log-sum-exp of the scores. So the backward pass runs the forward pass again, and what needs that number (attention
-sinks, a sequence split over `context`) is not supported. docs/low_precision.md says what
-was measured.
+sinks, a sequence split over `context`) is not supported. docs/low_precision.md says what was
+measured.
 """
 
 import importlib

@@ -16,7 +16,6 @@ https://arxiv.org/abs/2311.09431).
 """
 
 import functools
-import logging
 from collections.abc import Sequence
 
 import jax
@@ -33,9 +32,8 @@ from megajax.ops import attention as local
 from megajax.ops.attention import MASKED_SCORE
 from megajax.ops.attention_backends import BackendName, Inputs, Options, choose
 from megajax.ops.attention_mask import Mask
+from megajax.ops.choice import log_choice
 from megajax.parallel.blocks import AXIS, Blocks, ContextMethod, Plan, first, second
-
-logger = logging.getLogger("megajax")
 
 
 def sequence_order(length: int, num_ranks: int, method: ContextMethod) -> np.ndarray:
@@ -111,7 +109,7 @@ def attention(
         # A ppermute involves all devices of the mesh, and a stage that does not execute it in this tick does not take
         # part: on CPU the others would wait for it forever. A gather involves only the devices of one stage.
         method = "all_gather"
-    _log_method(method)
+    log_choice("attention over context", method)
     rate, key = dropout or (0.0, None)
     options = Options(mask, scale, soft_cap, rate, deterministic)
     has = dict(is_packed=segments is not None, has_slopes=slopes is not None, has_sinks=sinks is not None)
@@ -119,11 +117,6 @@ def attention(
     key = None if key is None else (jax.random.key_data(key[0]), key[1])
     arrays = (None if segments is None else segments[0], key, slopes)
     return _attention(q_BTNH, k_BSKH, v_BSKH, sinks, arrays, Plan(method, options, choose(inputs, backend)))
-
-
-@functools.cache
-def _log_method(method: str) -> None:
-    logger.info("attention over context: %s", method)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))

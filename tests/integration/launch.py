@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 import configs
-from megajax import config as configuration
 from megajax.config import Config
+from megajax.overrides import override
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_SECONDS = 120
@@ -72,7 +72,7 @@ train.main(sys.argv[1:])
 
 def tiny_config(run_dir: Path, *overrides: str) -> Config:
     """What train.py makes of TINY and these arguments."""
-    config = configuration.override(configs.recipe("gpt_tiny"), [*TINY[1:], *overrides])
+    config = override(configs.recipe("gpt_tiny"), [*TINY[1:], *overrides])
     data = dataclasses.replace(config.data, cache_dir=str(run_dir.parent / "cache"))
     return dataclasses.replace(config, run_dir=str(run_dir), data=data)
 

@@ -83,7 +83,7 @@ class BertDataset(SentenceDataset[BertFormat]):
         if form.next_sentence == "nsp" and len(self.documents) < 2:
             raise ValueError(
                 f"data.split: only 1 of the documents {self.part[0]} to {self.part[1]} of {self.indexed.prefix} has "
-                " 2 sentences; next_sentence=nsp needs another to draw from: use sop or none, or more data"
+                "2 sentences; next_sentence=nsp needs another to draw from: use sop or none, or more data"
             )
         self._is_special = np.isin(np.arange(form.vocab_size), form.special_ids)
         self._ordinary_ids = np.flatnonzero(~self._is_special).astype(np.int32)

@@ -79,7 +79,7 @@ def visible_tokens(models: Sequence[Model], pools: Sequence[PoolSizes]) -> int |
     """Last tokens of a sequence that any layer reads from pages; None: all."""
     pairs = zip(models, pools, strict=True)
     stacks = [model.config.paged_stacks(sizes, model.execution).values() for model, sizes in pairs]
-    reaches = [getattr(layer, "reach", None) for of_model in stacks for stack in of_model for layer in stack]
+    reaches = [layer.reach for of_model in stacks for stack in of_model for layer in stack]
     return None if None in reaches else max(reach for reach in reaches if reach is not None)
 
 

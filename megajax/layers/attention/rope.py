@@ -94,7 +94,7 @@ class RopeConfig:
             return self._dynamic(rotated)
         if self.scaling == "llama3":
             return self._llama3(plain)
-        if self.scaling in ("yarn", "yarn_exact"):
+        if self.scaling.startswith("yarn"):
             return self._yarn(plain, rotated)
         if self.scaling == "longrope":
             return plain / np.split(np.array(self.factors), 2)[int(self._longest > self.original_length)]
@@ -106,7 +106,7 @@ class RopeConfig:
         4)."""
         if self.attention_factor is not None:
             return self.attention_factor
-        if self.scaling in ("yarn", "yarn_exact"):
+        if self.scaling.startswith("yarn"):
             return 0.1 * math.log(self.factor) + 1.0
         if self.scaling == "longrope":
             return math.sqrt(1.0 + math.log(self.factor) / math.log(self.original_length))
