@@ -64,6 +64,7 @@ class RecurrentConfig:
     saved: Saved | None = None
     kind = "recurrent"
     modules = {"gates": ("gates",)}
+    reach = None
 
     def build(self, rngs):
         return Recurrent(self.embed_dim, rngs=rngs)
