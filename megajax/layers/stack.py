@@ -60,7 +60,7 @@ class Stack(nnx.Module):
         states = {kind: nnx.split(getattr(self, kind))[1] for kind in kinds}
         serves = caches is not None or _has_per_layer(states)
         if self.scan and not serves:
-            x, terms = self._run_scanned(x, inputs, states, key)
+            (x,), terms = self._run_scanned(x, inputs, states, key)
             return x, None, terms
         new_caches = []
         found = []
@@ -74,6 +74,20 @@ class Stack(nnx.Module):
             found.append(terms)
         return x, tuple(new_caches), total(found)
 
+    def outputs(self, x, inputs: dict, numbers: Sequence[int]) -> list:
+        """Runs all layers without dropout -> the outputs of those with these numbers, ascending, and of the last."""
+        kinds = dict.fromkeys(config.kind for config in self.configs)
+        states = {kind: nnx.split(getattr(self, kind))[1] for kind in kinds}
+        if self.scan and not _has_per_layer(states):
+            return self._run_scanned(x, inputs, states, None, [number + 1 for number in numbers])[0]
+        slices = {kind: iter(self._rows(kind, state)) for kind, state in states.items()}
+        found = []
+        for number, config in enumerate(self.configs):
+            x, _, _ = _layer(config, prevent_cse=True)(next(slices[config.kind]), x, inputs, None, None)
+            if number in numbers:
+                found.append(x)
+        return [*found, x]
+
     def _rows(self, kind: str, state) -> Sequence:
         """The state of each layer of a kind."""
         if not _has_per_layer(state):
@@ -81,18 +95,23 @@ class Stack(nnx.Module):
         count = sum(config.kind == kind for config in self.configs)
         return [jax.tree.map(lambda a, i=i: a[i], state, is_leaf=is_per_layer) for i in range(count)]
 
-    def _run_scanned(self, x, inputs, states, key):
-        """Runs each repeated pattern of layers as a loop with one period of the pattern per step."""
-        loops = loops_of(self.configs)
+    def _run_scanned(self, x, inputs, states, key, ends: Sequence[int] = ()):
+        """Runs each repeated pattern of layers as a loop with one period of the pattern per step -> (x after each of
+        these numbers of layers, and after the last, Totals)."""
+        parts = zip((0, *ends), (*ends, len(self.configs)), strict=True)
+        loops = [loop for begin, end in parts for loop in loops_of(self.configs[begin:end], begin)]
         _log_unrolled(sum(loop.steps == 1 for loop in loops), len(self.configs))
         counts = {kind: [loop.layers_of(self.configs, kind) for loop in loops] for kind in states}
         parts = {kind: split_rows(state, tuple(counts[kind])) for kind, state in states.items()}
         found = []
+        outputs = []
         for number, loop in enumerate(loops):
             loop_states = {kind: parts[kind][number] for kind in states if counts[kind][number]}
             x, terms = self._scan(loop, x, inputs, loop_states, key)
             found.append(terms)
-        return x, add_totals(found)
+            if loop.first + loop.period * loop.steps in ends:
+                outputs.append(x)
+        return [*outputs, x], add_totals(found)
 
     def _scan(self, loop: "Loop", x, inputs, states, key):
         pattern = self.configs[loop.first : loop.first + loop.period]
@@ -163,17 +182,17 @@ class Loop:
         return sum(config.kind == kind for config in configs[self.first : self.first + self.period * self.steps])
 
 
-def loops_of(configs: Sequence[StackedConfig]) -> list[Loop]:
-    """Splits the stack into consecutive loops, greedily: each takes the pattern whose repetition covers the most
-    layers, the shortest on ties. A layer that starts no repetition is a loop of one step."""
+def loops_of(configs: Sequence[StackedConfig], offset: int = 0) -> list[Loop]:
+    """Splits layers, numbered from `offset`, into consecutive loops, greedily: each takes the pattern whose repetition
+    covers the most layers, the shortest on ties. A layer that starts no repetition is a loop of one step."""
     loops: list[Loop] = []
     first = 0
     while first < len(configs):
         rest = tuple(configs[first:])
         periods = range(1, len(rest) // 2 + 1)
-        repeated = [Loop(first, period, _repetitions(rest, period)) for period in periods]
+        repeated = [Loop(offset + first, period, _repetitions(rest, period)) for period in periods]
         best = max(repeated, key=lambda loop: loop.period * loop.steps if loop.steps > 1 else 0, default=None)
-        loops.append(best if best and best.steps > 1 else Loop(first, 1, 1))
+        loops.append(best if best and best.steps > 1 else Loop(offset + first, 1, 1))
         first += loops[-1].period * loops[-1].steps
     return loops
 

@@ -18,6 +18,7 @@ from megajax.layers.norm import Norm, NormConfig
 from megajax.mesh.config import MeshConfig
 from megajax.mesh.sharding import constrain
 from megajax.parallel.context import ContextMethod, current_order
+from megajax.parameters import weight
 
 NormPlacement = Literal["pre", "post", "sandwich", "post_residual"]
 ParallelResidual = Literal["none", "one_norm", "two_norms"]
@@ -151,6 +152,10 @@ class TransformerLayerConfig(ResidualLayerConfig):
     """A feed-forward network, or experts."""
     norm_placement: NormPlacement = "pre"
     parallel_residual: ParallelResidual = "none"
+    branch_scales: bool = False
+    """Multiply the output of each branch by a learned vector (Touvron et al. 2021, LayerScale)."""
+    added: str | None = None
+    """An input that is added to the output of the layer."""
 
     @property
     def branches(self) -> tuple[BranchConfig, ...]:
@@ -227,15 +232,29 @@ class TransformerLayer(ResidualLayer):
         self.mlp_norm = norm_if(config.has_mlp_norm)
         self.mlp = config.mlp.build(rngs)
         self.mlp_post_norm = norm_if(config.norms_output)
+        self.added = config.added
+        self.branch_scales = config.branch_scales
+        if config.branch_scales:
+            shape = (config.embed_dim,)
+            self.attention_scale = weight(shape, ("norm",), nnx.initializers.ones, rngs, "vector")
+            self.mlp_scale = weight(shape, ("norm",), nnx.initializers.ones, rngs, "vector")
 
     def __call__(self, x_BTD: jax.Array, inputs: dict, cache: Any, key: DropoutKey | None):
         keys = [None] * 3 if key is None else key.split(3)
         x_BTD, read_BTD = self._branch_input(self.attention_norm, "residual", x_BTD, axis=self.attention.input_axis)
         y_BTD, cache, _ = self.attention(read_BTD, inputs, cache, keys[0])
         y_BTD = self._branch_output(self.attention_post_norm, y_BTD, keys[1], cache)
+        if self.branch_scales:
+            y_BTD *= self.attention_scale[...].astype(y_BTD.dtype)
         x_BTD, read_BTD = self._branch_input(self.mlp_norm, "residual_mid", x_BTD, y_BTD, axis=self.mlp.input_axis)
         y_BTD, cache, terms = self.mlp(read_BTD, inputs, cache, None)
-        return x_BTD + self._branch_output(self.mlp_post_norm, y_BTD, keys[2], cache), cache, terms
+        y_BTD = self._branch_output(self.mlp_post_norm, y_BTD, keys[2], cache)
+        if self.branch_scales:
+            y_BTD *= self.mlp_scale[...].astype(y_BTD.dtype)
+        x_BTD += y_BTD
+        if self.added is not None and self.added in inputs:
+            x_BTD += inputs[self.added]
+        return x_BTD, cache, terms
 
 
 class PostNormTransformerLayer(ResidualLayer):

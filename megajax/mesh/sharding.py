@@ -37,6 +37,7 @@ WEIGHT_AXES: dict[str | None, tuple[str, ...]] = {
     "router": (),  # one entry an expert
     "rank": (),  # of an adapter
     "classes": (),  # the few rows of a token type embedding, the few outputs of a classifier
+    "pixels": (),  # of a patch of an image, and the positions of its patches
 }
 
 ACTIVATION_AXES: dict[str | None, tuple[str, ...]] = {
@@ -47,6 +48,7 @@ ACTIVATION_AXES: dict[str | None, tuple[str, ...]] = {
     "kv_heads": HEAD_AXES,
     "mlp": ("tensor",),
     "vocab": ("pipeline", "tensor"),
+    "patches": (*TIME_AXES, *SEQUENCE_AXES),  # of images, or pieces of other inputs
     "rows": (*BATCH_AXES, *TIME_AXES),  # of tokens, sorted by expert
     "embed": ("tensor",),  # of these rows only
     None: (),

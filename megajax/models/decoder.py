@@ -166,7 +166,8 @@ class Decoder(OneStack):
         stacks = dict(config.stacks(execution))
         self.layers = Stack(stacks.pop("layers"), scan=scan, rngs=rngs, stages=stages)
         for name, layers in stacks.items():
-            setattr(self, name, Stack(layers, scan=False, rngs=rngs, is_on_all_ranks=stages is not None))
+            scan = len(layers) > 1 and execution.scans(len(layers))
+            setattr(self, name, Stack(layers, scan=scan, rngs=rngs, is_on_all_ranks=stages is not None))
         self.final_norm = Norm(config.norm_config, D, rngs=rngs)
         if not config.tied_embeddings:
             self.head = Linear((D,), (V,), ("embed", "vocab"), config.init_std, rngs=rngs, role="head")

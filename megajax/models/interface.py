@@ -66,7 +66,7 @@ class LossTerms(NamedTuple):
 class BatchArray(NamedTuple):
     """An array of a batch, without the leading dims [microbatches, batch] that all of them have."""
 
-    dims: tuple[str, ...]
+    dims: tuple[str | None, ...]
     """Logical axes; a "time" dim is split, and permuted, like the sequence."""
     shape: tuple[int, ...]
     dtype: Any

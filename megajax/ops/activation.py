@@ -12,7 +12,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-Activation = Literal["gelu", "gelu_tanh", "relu", "squared_relu", "swiglu", "geglu", "geglu_tanh"]
+Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "swiglu", "geglu", "geglu_tanh"]
 
 
 def _exact_gelu(x: jax.Array) -> jax.Array:
@@ -25,6 +25,7 @@ def _exact_gelu(x: jax.Array) -> jax.Array:
 _FUNCTIONS = {
     "gelu": _exact_gelu,
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "relu": jax.nn.relu,
     "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
     "swiglu": jax.nn.silu,

@@ -44,6 +44,7 @@ def attention(
     scale: float,
     soft_cap: float | None = None,
     segments: tuple[jax.Array, jax.Array] | None = None,
+    blocks: jax.Array | None = None,
     indices: tuple[jax.Array, jax.Array] | None = None,
     dropout: tuple[float, tuple[jax.Array, jax.Array]] | None = None,
     slopes: jax.Array | None = None,
@@ -63,6 +64,8 @@ def attention(
     bias: float32 [N, T, S]; added to the scores of every row (T5's relative positions). It gets a gradient. Only the
         reference supports it.
     segments: int32 ([B, T], [B, S]); a query attends only to keys of its own segment (packed documents).
+    blocks: int32 [B, T], of queries and keys; adjacent tokens with the same number above 0 see each other whatever the
+        mask (the tokens of an image: Gemma 3; those of a prefix).
     indices: int32 ([B, T], [B, S]), positions of queries and keys in the sequence, if not 0, 1, 2, ... (a cache).
     dropout: (rate, (key, number of the sample in row 0)); which probabilities are dropped depends on the key, the
         sample and the position, not on the sharding.
@@ -76,8 +79,9 @@ def attention(
     other = segments is not None and segments[0] is not segments[1]
     keys = "cache" if indices is not None else "other" if other else "own"
     has = dict(has_slopes=slopes is not None, has_sinks=sinks is not None, has_bias=bias is not None)
+    has["has_blocks"] = blocks is not None
     inputs = Inputs.of(options, q_BTNH, k_BSKH, v_BSKH, keys=keys, is_packed=segments is not None, **has)
-    arrays = (segments, indices, None if key is None else (jax.random.key_data(key[0]), key[1]), slopes)
+    arrays = (segments, blocks, indices, None if key is None else (jax.random.key_data(key[0]), key[1]), slopes)
     plan = _Plan(options, choose(inputs, backend), over_heads)
     return _attention(q_BTNH, k_BSKH, v_BSKH, sinks, bias, arrays, plan)
 
@@ -92,7 +96,7 @@ def _attention(q, k, v, sinks, bias, arrays, plan):
 
 def _specs(q, k, arrays, plan):
     """-> (of queries, of keys, of the log-sum-exp [B, N, T], of what is one a head, of the other arrays)."""
-    segments, indices, key, _ = arrays
+    segments, blocks, indices, key, _ = arrays
     queries = activation_spec(q.shape, ("batch", "time", "heads", None))
     # With indices (a cache) nothing is split over `context`: each of its devices reads all keys.
     keys = activation_spec(k.shape, ("batch", "time" if indices is None else None, "kv_heads", None))
@@ -104,7 +108,8 @@ def _specs(q, k, arrays, plan):
     if plan.over_heads:
         lse = P(queries[0], (*axes_of(queries[2]), *TIME_AXES), None)
     heads = P(lse[1])
-    return queries, keys, lse, heads, (pair(segments), pair(indices), None if key is None else P(), heads)
+    of_blocks = None if blocks is None else P(*queries[:2])
+    return queries, keys, lse, heads, (pair(segments), of_blocks, pair(indices), None if key is None else P(), heads)
 
 
 def _forward(q, k, v, sinks, bias, arrays, plan):
@@ -161,7 +166,8 @@ class _Sequences(Pairs):
     over_heads: bool
 
     def bounds(self) -> tuple[jax.Array, jax.Array]:
-        return key_bounds(self.q_BTNH, self.k_BSKH, self.arrays[0], self.options.mask)
+        segments, blocks, *_ = self.arrays
+        return key_bounds(self.q_BTNH, self.k_BSKH, segments, self.options.mask, blocks)
 
     def bias(self) -> tuple[jax.Array | None, dict]:
         """0 within a document, a huge negative number elsewhere; shared by all heads and layers."""
@@ -186,7 +192,7 @@ class _Sequences(Pairs):
         return vjp(d_out)
 
     def _formula(self, q, k, v, bias):
-        segments, indices, key, slopes = self.arrays
+        segments, blocks, indices, key, slopes = self.arrays
         options = self.options
         if indices is None:
             places = jnp.arange(max(q.shape[1], k.shape[1]))[None]
@@ -194,13 +200,18 @@ class _Sequences(Pairs):
         head_axes = (*HEAD_AXES, *TIME_AXES) if self.over_heads else HEAD_AXES
         keep = dropout_mask(key, options.dropout, q, indices, head_axes) if options.dropout > 0 else None
         how = (options.mask, options.scale, options.soft_cap)
-        return reference_attention(q, k, v, *how, segments, indices, keep, slopes, bias)
+        return reference_attention(q, k, v, *how, segments, indices, keep, slopes, bias, blocks)
 
 
 def key_bounds(
-    q_BTNH: jax.Array, k_BSKH: jax.Array, segments: tuple[jax.Array, jax.Array] | None, mask: Mask
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    segments: tuple[jax.Array, jax.Array] | None,
+    mask: Mask,
+    blocks: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """int32 [B, T]: query i attends to the keys lower <= j < upper. The tokens of a document are adjacent."""
+    """int32 [B, T]: query i attends to the keys lower <= j < upper. The tokens of a document, or of a block in it, are
+    adjacent."""
     batch, length = q_BTNH.shape[:2]
     num_keys = k_BSKH.shape[1]
     index = jnp.broadcast_to(jnp.arange(length), (batch, length))
@@ -210,14 +221,25 @@ def key_bounds(
     if (first := mask.lower(index)) is not None:
         lower = jnp.maximum(lower, first)
     if segments is not None:
-        ids = segments[0]
-        differs = ids[:, 1:] != ids[:, :-1]
-        starts = jnp.pad(differs, ((0, 0), (1, 0)), constant_values=True)
-        lower = jnp.maximum(lower, lax.cummax(jnp.where(starts, index, 0), axis=1))
-        if not mask.is_causal:
-            ends = jnp.pad(differs, ((0, 0), (0, 1)), constant_values=True)
-            upper = jnp.minimum(upper, lax.cummin(jnp.where(ends, index + 1, length), axis=1, reverse=True))
+        begin, end = _runs(segments[0])
+        lower = jnp.maximum(lower, begin)
+        upper = upper if mask.is_causal else jnp.minimum(upper, end)
+    if blocks is not None:
+        begin, end = _runs(blocks)
+        lower = jnp.where(blocks > 0, jnp.minimum(lower, begin), lower)
+        upper = jnp.where(blocks > 0, jnp.maximum(upper, end), upper)
     return lower.astype(jnp.int32), upper.astype(jnp.int32)
+
+
+def _runs(ids_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Where the run of equal ids begins that a token is in, and one past its end, int32 [B, T]."""
+    length = ids_BT.shape[1]
+    index = jnp.broadcast_to(jnp.arange(length), ids_BT.shape)
+    differs = ids_BT[:, 1:] != ids_BT[:, :-1]
+    is_first = jnp.pad(differs, ((0, 0), (1, 0)), constant_values=True)
+    is_last = jnp.pad(differs, ((0, 0), (0, 1)), constant_values=True)
+    begin = lax.cummax(jnp.where(is_first, index, 0), axis=1)
+    return begin, lax.cummin(jnp.where(is_last, index + 1, length), axis=1, reverse=True)
 
 
 def with_sinks(out_BTNH, lse_BNT, sinks_N):
@@ -251,11 +273,12 @@ def _sum_of_tokens(gradient, lse_spec: P):
 
 
 def _to_heads(arrays, others):
-    """[B, T / context, N, H] -> [B, T, N / context, H], and segments [B, T]."""
-    segments, indices, key, slopes = others
+    """[B, T / context, N, H] -> [B, T, N / context, H], and segments and blocks [B, T]."""
+    segments, blocks, indices, key, slopes = others
     gather = functools.partial(lax.all_gather, axis_name=TIME_AXES, axis=1, tiled=True)
     exchange = functools.partial(lax.all_to_all, axis_name=TIME_AXES, split_axis=2, concat_axis=1, tiled=True)
-    return *map(exchange, arrays), (segments and tuple(map(gather, segments)), indices, key, slopes)
+    segments, blocks = jax.tree.map(gather, (segments, blocks))
+    return *map(exchange, arrays), (segments, blocks, indices, key, slopes)
 
 
 def _to_sequence(a):
@@ -292,7 +315,18 @@ def dropout_mask(key, rate, q_BTNH, indices, head_axes=HEAD_AXES):
 
 
 def reference_attention(
-    q_BTNH, k_BSKH, v_BSKH, mask, scale, soft_cap, segments, indices, keep_BNTS=None, slopes_N=None, bias_NTS=None
+    q_BTNH,
+    k_BSKH,
+    v_BSKH,
+    mask,
+    scale,
+    soft_cap,
+    segments,
+    indices,
+    keep_BNTS=None,
+    slopes_N=None,
+    bias_NTS=None,
+    blocks_BT=None,
 ):
     """`plain_attention` with a mask. indices: ([1 or B, T], [1 or B, S]); a fully masked row gives the mean of the
     values, not NaN."""
@@ -306,6 +340,8 @@ def reference_attention(
         visible_BTS = mask.visible(distance_BTS, k_index_B1S)
         if segments is not None:
             visible_BTS &= segments[0][:, :, None] == segments[1][:, None, :]
+        if blocks_BT is not None:
+            visible_BTS |= (blocks_BT[:, :, None] == blocks_BT[:, None, :]) & (blocks_BT[:, :, None] > 0)
         return jnp.where(visible_BTS[:, None, None], scores_BKGTS, MASKED_SCORE)
 
     return plain_attention(q_BTNH, k_BSKH, v_BSKH, masked, scale, soft_cap, keep_BNTS, bias_NTS)

@@ -53,6 +53,8 @@ class Inputs:
     has_slopes: bool = False
     has_sinks: bool = False
     has_bias: bool = False
+    has_blocks: bool = False
+    """Adjacent tokens see each other whatever the mask."""
 
     @staticmethod
     def of(options: Options, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, **others) -> "Inputs":
@@ -144,6 +146,7 @@ class Cudnn(Backend):
             "a bias with values of another head dim": is_latent and needs_bias,  # not tried
             f"mask {mask}": mask not in (FULL, CAUSAL & window(mask.reach)) and not inputs.is_split,
             "soft cap": inputs.options.soft_cap is not None,
+            "blocks of tokens": inputs.has_blocks,
             "deterministic": inputs.options.deterministic,  # with a bias jaxlib 0.11.2 raises an IndexError
             **_only_the_reference(inputs),
             "keys in pages": inputs.keys == "pages",

@@ -82,6 +82,7 @@ def attention(
     scale: float,
     soft_cap: float | None = None,
     segments: tuple[jax.Array, jax.Array] | None = None,
+    blocks: jax.Array | None = None,
     indices: tuple[jax.Array, jax.Array] | None = None,
     dropout: tuple[float, tuple[jax.Array, jax.Array]] | None = None,
     slopes: jax.Array | None = None,
@@ -101,10 +102,11 @@ def attention(
         dropout=dropout, slopes=slopes, sinks=sinks, backend=backend, deterministic=deterministic
     )  # fmt: skip
     if indices is not None or free_axes().get(AXIS, 1) == 1:
-        return whole(indices=indices, bias=bias)
+        return whole(indices=indices, blocks=blocks, bias=bias)
     assert bias is None, "a bias is for whole sequences"
     if method == "all_to_all":
-        return whole(over_heads=True)
+        return whole(over_heads=True, blocks=blocks)
+    assert blocks is None, "blocks are for whole sequences"
     if method == "ring" and is_inside_pipeline():
         # A ppermute involves all devices of the mesh, and a stage that does not execute it in this tick does not take
         # part: on CPU the others would wait for it forever. A gather involves only the devices of one stage.

@@ -51,6 +51,8 @@ class AttentionConfig(BranchConfig):
     """Add `relative_bias` of the inputs to the scores (layers/attention/relative_position.py)."""
     mask: Mask = CAUSAL
     """Which tokens of its segment a token attends to. Padding is a segment of its own."""
+    segments: str = "segment_ids"
+    """Which of the inputs has the segments."""
     scale: float | None = None
     """Factor on the scores; None: 1 / sqrt(width of a query)."""
     soft_cap: float | None = None
@@ -220,8 +222,9 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, Any, Terms]:
         """-> (out, cache, no Terms).
 
-        inputs: `cos_global` and `sin_global`, or `cos_local` and `sin_local` (config.rope); optionally `segment_ids`,
-            int32 [B, T]; with config.relative_bias `relative_bias`, float32 [N, T, S].
+        inputs: `cos_global` and `sin_global`, or `cos_local` and `sin_local` (config.rope); optionally the segments,
+            int32 [B, T]; `block_ids`, int32 [B, T], above 0 for adjacent tokens that see each other whatever the mask;
+            with config.relative_bias `relative_bias`, float32 [N, T, S].
         cache: has `attend(q, k, v, ...) -> (out, cache)`, see layers/attention/kv_cache.py; None in training.
         key: for config.dropout of the attention probabilities; None: no dropout.
         """
@@ -292,10 +295,11 @@ def attend(
     q_BTNH, k_BTKH, v_BTKH, config: AttentionConfig, inputs: dict, dropout_key: DropoutKey | None, options: dict
 ) -> jax.Array:
     """Attention of a batch to itself, in training: within segments, with dropout."""
-    segment_ids = inputs.get("segment_ids")
+    segment_ids = inputs.get(config.segments)
     segments = None if segment_ids is None else (segment_ids, segment_ids)
     dropout = dropout_of(config, dropout_key)
-    return attention(q_BTNH, k_BTKH, v_BTKH, segments=segments, dropout=dropout, **options)
+    blocks = inputs.get("block_ids")
+    return attention(q_BTNH, k_BTKH, v_BTKH, segments=segments, blocks=blocks, dropout=dropout, **options)
 
 
 def dropout_of(config: AttentionConfig, key: DropoutKey | None) -> tuple[float, DropoutKey] | None:

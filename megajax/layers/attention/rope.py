@@ -50,6 +50,11 @@ class RopeConfig:
     factors: tuple[PositiveFloat, ...] = ()
     """LongRoPE: stretch of each of the R / 2 wavelengths for a length up to original_length, then of each for a length
     above it."""
+    sections: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
+    """Pairs that rotate by the time, the row and the column of a token, which differ within an image (Wang et al. 2024,
+    Qwen2-VL, M-RoPE); None: a token has one position."""
+    sections_interleaved: bool = False
+    """The pairs of the three alternate (Qwen3-VL) instead of following one another."""
 
     def check(self, head_dim: int) -> None:
         """Raises ValueError if the bounds of the ramp are not ascending, or factors do not fit the head dim."""
@@ -78,6 +83,11 @@ class RopeConfig:
             raise ValueError(
                 "model.rope.original_length=1: longrope divides by its logarithm, which is 0; 4096 is usual"
             )
+        if self.sections is not None and sum(self.sections) != num_pairs:
+            raise ValueError(
+                f"model.rope.sections={','.join(map(str, self.sections))} must add up to the {num_pairs} rotated pairs "
+                "of a head"
+            )
         if self.length is not None and self.scaling not in ("dynamic", "longrope"):
             raise ValueError(
                 f"model.rope.length={self.length} is read with model.rope.scaling=dynamic or longrope, not "
@@ -99,6 +109,14 @@ class RopeConfig:
         if self.scaling == "longrope":
             return plain / np.split(np.array(self.factors), 2)[int(self._longest > self.original_length)]
         return plain
+
+    def axis_of_pairs(self, num_pairs: int) -> np.ndarray:
+        """int32 [R / 2]: which of (time, row, column) each pair rotates by, with `sections`."""
+        assert self.sections is not None
+        if not self.sections_interleaved:
+            return np.repeat(np.arange(3, dtype=np.int32), self.sections)
+        pair = np.arange(num_pairs, dtype=np.int32)
+        return np.where(pair < 3 * np.array(self.sections)[pair % 3], pair % 3, 0)
 
     @property
     def concentration(self) -> float:
@@ -163,9 +181,13 @@ def _typed(ramp: tuple[float, float]) -> str:
 
 
 def rope_tables(config: RopeConfig, head_dim: int, positions_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(cos, sin), float32 [B, T, R / 2], for int32 positions [B, T]."""
+    """(cos, sin), float32 [B, T, R / 2], for int32 positions [B, T], or [B, T, 3] of time, row and column."""
     frequencies = jnp.asarray(config.inverse_frequencies(head_dim), jnp.float32)
-    angles = positions_BT[..., None].astype(jnp.float32) * frequencies
+    if positions_BT.ndim == 2:
+        positions_BTR = positions_BT[..., None]
+    else:
+        positions_BTR = positions_BT[..., config.axis_of_pairs(len(frequencies))]
+    angles = positions_BTR.astype(jnp.float32) * frequencies
     return jnp.cos(angles) * config.concentration, jnp.sin(angles) * config.concentration
 
 

@@ -1,0 +1,167 @@
+"""A decoder that reads images between its tokens (LLaVA, Liu et al. 2023, https://arxiv.org/abs/2304.08485; Gemma 3,
+Qwen2.5-VL, Qwen3-VL): towers (models/tower.py) encode them on all devices of the mesh, and their results replace the
+embeddings of the tokens that stand for an image. The data says which: the model never counts tokens.
+
+Dimensions: as in models/decoder.py; P patches of a sample.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from megajax.fields.ranges import NonNegativeInt
+from megajax.layers.dropout import DropoutKey
+from megajax.layers.layer import Flops, Totals
+from megajax.layers.transformer import ResidualLayerConfig, TransformerLayerConfig
+from megajax.mesh.config import MeshConfig
+from megajax.models.decoder import Decoder, DecoderConfig
+from megajax.models.execution import ExecutionConfig
+from megajax.models.interface import BatchArray, StackRole, split_key
+from megajax.models.tower import Tower, TowerConfig
+from megajax.parallel.encode import encode, num_parts
+from megajax.parallel.schedule import Stages
+
+TOWER = "vision_layers"
+NEWLINE = -2
+"""Index of a token that ends a row of tiles."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MultimodalConfig(DecoderConfig):
+    kind: Literal["multimodal"] = "multimodal"  # pyrefly: ignore[bad-override]: a DecoderConfig but for its kind
+    """The family of the model."""
+    vision: TowerConfig = TowerConfig()
+    """The encoder of images."""
+    image_token: NonNegativeInt = 0
+    """Token id that stands for an image, and for each of its results, in the text."""
+    image_attention: Literal["causal", "bidirectional"] = "causal"
+    """Whether the tokens of an image see each other in both directions (Gemma 3)."""
+
+    def build(
+        self, rngs: nnx.Rngs, dtype: jnp.dtype, execution: ExecutionConfig, stages: Stages | None
+    ) -> "Multimodal":
+        return Multimodal(self, dtype, execution, stages, rngs=rngs)
+
+    def stacks(self, execution: ExecutionConfig) -> Mapping[str, tuple[ResidualLayerConfig, ...]]:
+        return {TOWER: self.vision.layers(execution, self.init_std), **super().stacks(execution)}
+
+    def _layer_config(self, number: int, execution: ExecutionConfig) -> TransformerLayerConfig:
+        layer = super()._layer_config(number, execution)
+        is_deep = number < len(self.vision.deep_layers)
+        return dataclasses.replace(layer, added=added_name(number)) if is_deep else layer
+
+    @property
+    def stack_roles(self) -> dict[str, StackRole]:
+        return {TOWER: "embed", **super().stack_roles}
+
+    def inputs(self, sequence_length: int, *, packed: bool) -> dict[str, BatchArray]:
+        """Besides those of the text:
+
+        image_index int32 [T]: which result of the tower replaces the embedding of a token, counted over the row; -1:
+            none, it is text; NEWLINE.
+        patches uint8 [P, values of a patch]: of all images of the row, ImageRule.patches, and a class token after each
+            view if the tower has one, padded to a whole square.
+        patch_places int32 [P, 5]: number of the view from 1, 0 for padding; row and column, CLASS_TOKEN for a class
+            token; rows and columns of its grid.
+        position_ids int32 [T, 3]: with rope.sections time, row and column of each token.
+        block_ids int32 [T]: with image_attention=bidirectional the number of the image of a token from 1; 0: text.
+        """
+        found = super().inputs(sequence_length, packed=packed)
+        sequence = BatchArray.sequence(sequence_length)
+        found["image_index"] = sequence
+        size = self.vision.patches
+        values = self.vision.image.patch_size**2 * 3
+        found["patches"] = BatchArray(("patches", None), (size, values), jnp.uint8)
+        found["patch_places"] = BatchArray(("patches", None), (size, 5), jnp.int32)
+        if self.rope.sections is not None:
+            found["position_ids"] = BatchArray(("time", None), (sequence_length, 3), jnp.int32)
+        if self.image_attention == "bidirectional":
+            found["block_ids"] = sequence
+        return found
+
+    def flops_outside(self, sequence_length: int) -> Flops:
+        results = self.vision.patches / self.vision.merged
+        patch = Flops(2 * self.vision.image.patch_size**2 * 3 * self.vision.embed_dim * self.vision.frames)
+        of_images = patch * self.vision.patches + self.vision.projector_flops(self.embed_dim) * results
+        return super().flops_outside(sequence_length) + of_images * (1 / sequence_length)
+
+    def check(self, mesh: MeshConfig, sequence_length: int, execution: ExecutionConfig) -> None:
+        super().check(mesh, sequence_length, execution)
+        self.vision.check()
+        if self.vision.num_layers == 0:
+            raise ValueError("model.vision.num_layers=0 with model.kind=multimodal; use model.kind=decoder for text")
+        if self.mtp_layers:
+            raise ValueError(f"model.mtp_layers={self.mtp_layers} is not supported by model.kind=multimodal; use 0")
+        if self.image_attention == "bidirectional" and mesh.context > 1 and execution.context_attention != "all_to_all":
+            raise ValueError(
+                f"mesh.context={mesh.context} with model.image_attention=bidirectional: the tokens of an image see "
+                "tokens of other devices; use --execution.context_attention=all_to_all"
+            )
+        if self.vision.deep_layers and mesh.pipeline > 1:
+            raise ValueError(
+                f"mesh.pipeline={mesh.pipeline} with model.vision.deep_layers: their outputs are added in the first "
+                "layers, which a pipeline does not give them; use --mesh.pipeline=1"
+            )
+        parts = num_parts({"context": mesh.context, "tensor": mesh.tensor, "pipeline": mesh.pipeline})
+        if self.vision.patches % (parts * self.vision.merged):
+            wanted = parts * self.vision.merged
+            raise ValueError(
+                f"model.vision.patches={self.vision.patches} must be a multiple of {wanted} = mesh.context * "
+                f"mesh.tensor * mesh.pipeline * model.vision.image.merge^2; use "
+                f"--model.vision.patches={-(-self.vision.patches // wanted) * wanted}"
+            )
+
+
+def added_name(number: int) -> str:
+    """The input of the layers that is added to the output of this one."""
+    return f"added_{number}"
+
+
+class Multimodal(Decoder):
+    """A Decoder whose `embed` puts the results of the tower at the places of the images."""
+
+    def __init__(
+        self, config: MultimodalConfig, dtype: jnp.dtype, execution: ExecutionConfig, stages: Stages | None, *,
+        rngs: nnx.Rngs
+    ):  # fmt: skip
+        super().__init__(config, dtype, execution, stages, rngs=rngs)
+        self.vision = Tower(config.vision, config.embed_dim, config.init_std, dtype, rngs=rngs)
+
+    def hidden(self, batch: dict, key: DropoutKey | None = None) -> tuple[jax.Array, tuple[Totals, ...]]:
+        embed_key, layers_key = split_key(key)
+        x_BTD, added = self._embed_all(batch, embed_key)
+        x_BTD, _, terms = self.layers(x_BTD, self.block_inputs(batch) | added, key=layers_key)
+        return self.output(x_BTD), (terms,)
+
+    def embed(self, batch: dict, key: DropoutKey | None) -> jax.Array:
+        return self._embed_all(batch, key)[0]
+
+    def block_inputs(self, batch: dict) -> dict:
+        positions = batch.get("position_ids", batch["positions"])
+        blocks = {name: batch[name] for name in ("block_ids",) if name in batch}
+        return super().block_inputs(batch | {"positions": positions}) | blocks
+
+    def _embed_all(self, batch: dict, key: DropoutKey | None) -> tuple[jax.Array, dict]:
+        """-> (x, what the first layers add: added_name)."""
+        x_BTD = super().embed(batch, key)
+        if "patches" not in batch:
+            return x_BTD, {}
+        index_BT = batch["image_index"]
+        arrays = {name: batch[name] for name in ("patches", "patch_places")}
+        graphdef, state = nnx.split((self.vision, getattr(self, TOWER)))
+
+        def run(state, arrays: dict) -> tuple[jax.Array, ...]:
+            vision, layers = nnx.merge(graphdef, state)
+            x_BPC = vision.embed(arrays)
+            return vision.results(layers.outputs(x_BPC, vision.layer_inputs(arrays), vision.config.deep_layers))
+
+        results_BTD, *deep = encode(run, state, arrays, index_BT)
+        x_BTD = jnp.where((index_BT >= 0)[..., None], results_BTD.astype(x_BTD.dtype), x_BTD)
+        if self.vision.config.newline:
+            newline_D = self.vision.newline[...].astype(x_BTD.dtype)
+            x_BTD = jnp.where((index_BT == NEWLINE)[..., None], newline_D, x_BTD)
+        return x_BTD, {added_name(number): array.astype(x_BTD.dtype) for number, array in enumerate(deep)}
