@@ -13,7 +13,8 @@ import transformers
 from benchmarks.command_line import print_measured, run
 from benchmarks.peers.torch_step import measure_steps
 from megajax.config import Config
-from megajax.weights.hugging_face.mapping import family_for, write_options
+from megajax.weights.hugging_face.mapping import family_for
+from megajax.weights.hugging_face.translate import write_options
 
 
 def measure(config: Config, seconds: float, num_windows: int) -> dict:

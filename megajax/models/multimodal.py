@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from megajax.fields.ranges import NonNegativeInt
+from megajax.images.layout import NEWLINE
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops, Totals
 from megajax.layers.transformer import ResidualLayerConfig, TransformerLayerConfig
@@ -26,8 +27,6 @@ from megajax.parallel.encode import encode, num_parts
 from megajax.parallel.schedule import Stages
 
 TOWER = "vision_layers"
-NEWLINE = -2
-"""Index of a token that ends a row of tiles."""
 
 
 @dataclasses.dataclass(frozen=True)

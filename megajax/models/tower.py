@@ -24,6 +24,7 @@ import numpy as np
 from flax import nnx
 
 from megajax.fields.ranges import MAY_CHANGE, Epsilon, NonNegativeInt, PositiveInt
+from megajax.images.layout import CLASS_TOKEN, Layouts
 from megajax.images.rules import ImageRule
 from megajax.layers.attention.multi_head import AttentionConfig
 from megajax.layers.attention.rope import RopeConfig
@@ -39,9 +40,6 @@ from megajax.ops.activation import activate
 from megajax.ops.attention_mask import FULL
 from megajax.ops.matmul import dot_precision
 from megajax.parameters import weight
-
-CLASS_TOKEN = -1
-"""Row of a class token in `patch_places`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +117,11 @@ class TowerConfig:
         return self.image.patch_size, self.image.patch_size, 3
 
     @property
+    def layouts(self) -> Layouts:
+        """Of the images that it encodes."""
+        return Layouts(self.image, self.class_token, self.window)
+
+    @property
     def head_dim(self) -> int:
         return self.embed_dim // self.num_heads
 
@@ -170,8 +173,8 @@ class TowerConfig:
             )
         if self.rotary and self.head_dim % 4:
             raise ValueError(
-                f"{prefix}rotary rotates pairs by row and pairs by column, and heads of {self.head_dim} are no multiple "
-                f"of 4; change {prefix}num_heads"
+                f"{prefix}rotary rotates pairs by row and pairs by column, and the width {self.head_dim} of a head is "
+                f"no multiple of 4; change {prefix}num_heads"
             )
         if self.patches % self.merged:
             raise ValueError(

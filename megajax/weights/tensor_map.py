@@ -17,7 +17,7 @@ from megajax.models.interface import ModelConfig
 from megajax.models.model import Model
 from megajax.parameters import named
 
-Layout = Literal["same", "linear", "conv1d", "by_head", "within_heads", "taps"]
+Layout = Literal["same", "linear", "conv1d", "by_head", "within_heads", "taps", "patches"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Row:
     """linear: theirs is [out, in], ours [in, out], several of ours concatenated along out. conv1d: theirs is [in, out].
     by_head: as linear, with rows grouped by key-value head: queries, key, value. within_heads: as linear, with several
     of ours concatenated within each head. taps: a convolution, theirs [channels, 1, taps], ours [taps, *channels],
-    several of ours concatenated along the channels. same: no change."""
+    several of ours concatenated along the channels. patches: a convolution of images or frames, theirs [out, colours,
+    (frames,) rows, columns], ours [frames, rows, columns, colours, out]. same: no change."""
     where: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of our config for which the row applies."""
     first_layer: int = 0
@@ -110,6 +111,9 @@ class Tensor:
             return first.shape
         if self.layout == "taps":
             return (sum(part.num_outputs for part in self.parts) // first.shape[0], 1, first.shape[0])
+        if self.layout == "patches":
+            frames, rows, columns, colours, width = first.shape
+            return (width, colours, *([frames] if frames > 1 else []), rows, columns)
         outputs = sum(part.num_outputs for part in self.parts)
         is_ours = self.layout == "conv1d"
         return (*first.stack, *first.inputs, outputs) if is_ours else (*first.stack, outputs, *first.inputs)
@@ -131,6 +135,9 @@ class Tensor:
             ends = np.cumsum([part.num_outputs // part.shape[0] for part in self.parts])
             cut = np.split(array[:, 0].T, ends[:-1], axis=-1)
             return tuple(view.reshape(part.shape) for view, part in zip(cut, self.parts, strict=True))
+        if self.layout == "patches":
+            frames, rows, columns, colours, width = self.parts[0].shape
+            return (array.reshape(width, colours, frames, rows, columns).transpose(2, 3, 4, 1, 0),)
         is_transposed = self.layout != "conv1d" and self.parts[0].num_inputs > 0
         rows = array.swapaxes(-1, -2) if is_transposed else array  # outputs last
         if self.layout == "by_head":

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from megajax.images.layout import NEWLINE
 from megajax.images.rules import ImageRule
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.mesh.sharding import batch_spec
@@ -14,7 +15,7 @@ from megajax.models import pipelined
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import NO_REGULARISERS
 from megajax.models.model import Model
-from megajax.models.multimodal import NEWLINE, MultimodalConfig
+from megajax.models.multimodal import MultimodalConfig
 from megajax.models.tower import TowerConfig
 from megajax.parallel.context import sequence_order
 from megajax.parallel.schedule import make_stages

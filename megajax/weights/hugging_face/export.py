@@ -26,9 +26,10 @@ from megajax.terminal.progress import progress_bar
 from megajax.weights.hugging_face.folder import is_folder
 from megajax.weights.hugging_face.form import Family
 from megajax.weights.hugging_face.import_folder import TOKEN_IDS, write_json
-from megajax.weights.hugging_face.mapping import family_for, family_of, write_options
+from megajax.weights.hugging_face.mapping import family_for, family_of
 from megajax.weights.hugging_face.quantized import Quantization, quantized_rows, written_config, written_forms
 from megajax.weights.hugging_face.tensor_files import SHARD_BYTES, ShardWriter, TensorForm
+from megajax.weights.hugging_face.translate import write_options
 from megajax.weights.run_directory import new_directory
 from megajax.weights.tensor_map import Part, Tensor
 

@@ -24,9 +24,10 @@ from megajax.parameters import name_of
 from megajax.quantization.weights import QuantizedWeight, WeightFormat
 from megajax.tasks.interface import task_of
 from megajax.training.config import TrainingConfig
-from megajax.weights.hugging_face.mapping import family_of, read_options
+from megajax.weights.hugging_face.mapping import family_of
 from megajax.weights.hugging_face.quantized import DequantizedFiles, read_scheme
 from megajax.weights.hugging_face.tensor_files import TensorForm
+from megajax.weights.hugging_face.translate import read_options
 from megajax.weights.parameter_reader import ParameterReader
 from megajax.weights.tensor_map import Tensor
 
@@ -205,7 +206,8 @@ class Folder:
                 )
             self._warn_of_unused(tensor, names)
         left = sorted(forms.keys() - set(names.values()))
-        unused = [name for name in left if name.endswith(self.family.ignored)]
+        form = self.family.form
+        unused = [name for name in left if name.endswith(self.family.ignored) or form.is_unused(self.model, name)]
         if unused:
             logger.info("%s: not used by %s: %s", self.path, self.family.architecture, ", ".join(unused))
         if left := [name for name in left if name not in unused and not self._is_copy(name, names)]:

@@ -101,6 +101,10 @@ class Form(Generic[C]):
         """Which of our parameters a tensor that the table lacks is a copy of."""
         return None
 
+    def is_unused(self, config: C, name: str) -> bool:
+        """Whether files may have this tensor, which the model does not use."""
+        return False
+
     def generation(self, found: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
         """The token ids that generation_config.json needs. found: those that are known."""
         return dict(found)
@@ -251,15 +255,15 @@ class Family:
     options: Options
     weights: tuple[Row, ...]
     """As the tensors are written."""
-    other_weights: tuple[Row, ...] = ()
-    """Another form of the tensors, which is read if a folder has it."""
+    other_weights: tuple[tuple[Row, ...], ...] = ()
+    """Other forms of the tensors, which are read if a folder has them."""
     form: Form[Any] = DecoderForm(DecoderConfig())
     ignored: tuple[str, ...] = ()
     """Ends of the names of tensors that files may have and the architecture does not use."""
 
     @property
     def tables(self) -> tuple[tuple[Row, ...], ...]:
-        return (self.weights, self.other_weights) if self.other_weights else (self.weights,)
+        return (self.weights, *self.other_weights)
 
     def map_of(self, config: Foldable, table: Sequence[Row] | None = None) -> WeightMap:
         """table: one of `tables`; default: the one that is written. Raises ValueError if it has no tensor for a

@@ -7,7 +7,7 @@ config.json files that the authors of the supported models publish.
 from collections.abc import Mapping
 from typing import Any
 
-from megajax.weights.hugging_face.form import Family
+from megajax.weights.hugging_face.options import Options
 
 # With any value.
 HARMLESS = frozenset({
@@ -79,22 +79,26 @@ IGNORED = {
     },
     "stablelm": {"norm_eps", "rope_pct"},
     "t5": {"dense_act_fn", "is_gated_act", "n_positions"},
+    "llava": {"image_seq_length", "ignore_index", "vocab_size", "hidden_size"},
+    "llava_next": {"image_seq_length", "ignore_index", "vocab_size", "hidden_size", "use_image_newline_parameter"},
+    "clip_vision_model": {"projection_dim", "vocab_size", "initializer_factor", "dropout"},
+    "siglip_vision_model": {"vision_use_head", "projection_dim", "projector_hidden_act"},
+    "gemma3": {"boi_token_index", "eoi_token_index"},
+    "qwen2_5_vl_vision": {"tokens_per_second"},  # of videos
 }  # fmt: skip
 
 
-def check_keys(family: Family, theirs: Mapping[str, Any]) -> None:
+def check_keys(options: Options, model_type: str, architecture: str, theirs: Mapping[str, Any]) -> None:
     """Raises ValueError, naming the key and its value, for one that may change what the model computes."""
-    read = {key for option in family.options for key in option.keys}
-    ignored = HARMLESS | read | IGNORED.get(family.model_type, set())
+    read = {key for option in options for key in option.keys}
+    ignored = HARMLESS | read | IGNORED.get(model_type, set())
     for key, value in theirs.items():
         if key in ignored or value is None or _is_usual(key, value, theirs):
             continue
         if key in HARMLESS_VALUES:
-            raise ValueError(
-                f"{key}={value} is not supported by {family.architecture}; supported is {HARMLESS_VALUES[key]}"
-            )
+            raise ValueError(f"{key}={value} is not supported by {architecture}; supported is {HARMLESS_VALUES[key]}")
         raise ValueError(
-            f"{key}={_short(value)} is unknown in {family.architecture}, and may change what it computes; if it does "
+            f"{key}={_short(value)} is unknown in {architecture}, and may change what it computes; if it does "
             "not, remove the key from the file"
         )
 

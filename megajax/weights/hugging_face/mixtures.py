@@ -102,7 +102,7 @@ FAMILIES: tuple[Family, ...] = (
             Window("everywhere", default=None),
         ),
         weights.MIXTRAL,
-        weights.FUSED_EXPERTS,
+        (weights.FUSED_EXPERTS,),
     ),
     Family(
         "Qwen3MoeForCausalLM",
@@ -110,7 +110,7 @@ FAMILIES: tuple[Family, ...] = (
         RMS | dict(qk_norm=True),
         (*LLAMA, HEAD_DIM, RMS_EPSILON, ATTENTION_BIAS, *_QWEN_EXPERTS, ROPE),
         weights.QWEN_MOE,
-        weights.FUSED_EXPERTS,
+        (weights.FUSED_EXPERTS,),
     ),
     Family(
         "Qwen2MoeForCausalLM",
@@ -125,7 +125,7 @@ FAMILIES: tuple[Family, ...] = (
             ROPE,
         ),
         weights.QWEN_MOE,
-        weights.FUSED_EXPERTS,
+        (weights.FUSED_EXPERTS,),
     ),
     Family(
         "OlmoeForCausalLM",
@@ -146,7 +146,7 @@ FAMILIES: tuple[Family, ...] = (
             ROPE,
         ),
         weights.QWEN_MOE,
-        weights.FUSED_EXPERTS,
+        (weights.FUSED_EXPERTS,),
     ),
     Family(
         "DeepseekV3ForCausalLM",

@@ -147,6 +147,43 @@ class TwoRopes:
         }
 
 
+@dataclasses.dataclass(frozen=True)
+class Mrope(Rope):
+    """Qwen-VL: pairs rotate by time, row or column."""
+
+    interleaved_sections: bool = False
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        name = "rope_scaling" if theirs.get("rope_scaling") else "rope_parameters"
+        parameters = read_object(theirs, name)
+        sections = parameters.get("mrope_section")
+        if not isinstance(sections, list) or len(sections) != 3:
+            raise ValueError(f"{name}: mrope_section={sections} must be a list of three numbers")
+        if parameters.get("mrope_interleaved", self.interleaved_sections) != self.interleaved_sections:
+            raise ValueError(
+                f"{name}: mrope_interleaved={not self.interleaved_sections} is not supported; supported is "
+                f"{self.interleaved_sections}"
+            )
+        rest = {key: value for key, value in parameters.items() if not key.startswith("mrope_")}
+        for key in ("type", "rope_type"):
+            if rest.get(key) == "mrope":
+                rest[key] = "default"
+        found = super().read({**theirs, name: rest})
+        return found | {"rope.sections": tuple(sections), "rope.sections_interleaved": self.interleaved_sections}
+
+    def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
+        if ours["rope.sections"] is None:
+            raise ValueError("model.rope.sections=None")
+        mrope: dict[str, Any] = {"mrope_section": list(ours["rope.sections"])}
+        if self.interleaved_sections:
+            mrope["mrope_interleaved"] = True
+        found = super().write(ours)
+        found["rope_parameters"] |= mrope
+        # In the form before version 5.
+        found["rope_scaling"] = {"type": "mrope", **(found["rope_scaling"] or {"rope_type": "default"}), **mrope}
+        return found
+
+
 ROPE = Rope()
 TWO_ROPES = TwoRopes()
 

@@ -16,8 +16,9 @@ import pytest
 from megajax.models.model import Model
 from megajax.precision import PrecisionConfig
 from megajax.weights.hugging_face.folder import Folder
-from megajax.weights.hugging_face.mapping import family_of, read_options, write_options
+from megajax.weights.hugging_face.mapping import family_of
 from megajax.weights.hugging_face.tensor_files import TensorFiles
+from megajax.weights.hugging_face.translate import read_options, write_options
 
 FILE = Path(__file__).parents[2] / "oracles" / "hugging_face_t5.npz"
 TOLERANCE = 1e-5  # both sides are float32 and add up in another order

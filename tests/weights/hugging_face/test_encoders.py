@@ -19,8 +19,9 @@ from megajax.precision import PrecisionConfig
 from megajax.weights.hugging_face.export import export_run
 from megajax.weights.hugging_face.folder import Folder
 from megajax.weights.hugging_face.import_folder import import_folder
-from megajax.weights.hugging_face.mapping import family_for, family_of, read_options, write_options
+from megajax.weights.hugging_face.mapping import family_for, family_of
 from megajax.weights.hugging_face.tensor_files import TensorFiles
+from megajax.weights.hugging_face.translate import read_options, write_options
 
 FILE = Path(__file__).parents[2] / "oracles" / "hugging_face_encoders.npz"
 TOLERANCE = 1e-5  # both sides are float32 and add up in another order

@@ -15,7 +15,8 @@ from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.precision import PrecisionConfig
 from megajax.weights.hugging_face.folder import Folder
-from megajax.weights.hugging_face.mapping import FAMILIES, family_for, family_of, read_options, write_options
+from megajax.weights.hugging_face.mapping import FAMILIES, family_for, family_of
+from megajax.weights.hugging_face.translate import read_options, write_options
 
 # Written by test_transformers.py from transformers 5.23.
 RECORDED = np.load(Path(__file__).parents[2] / "oracles" / "hugging_face_folders.npz")

@@ -37,7 +37,8 @@ from megajax.parameters import name_of
 from megajax.weights.hugging_face.export import export_run, family_of_run
 from megajax.weights.hugging_face.folder import Folder, is_folder
 from megajax.weights.hugging_face.import_folder import import_folder
-from megajax.weights.hugging_face.mapping import family_of, read_options
+from megajax.weights.hugging_face.mapping import family_of
+from megajax.weights.hugging_face.translate import read_options
 from megajax.weights.parameter_reader import check_finite
 from megajax.weights.sources import open_source
 

@@ -12,13 +12,8 @@ from megajax.mesh.config import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.weights.hugging_face.folder import Folder
-from megajax.weights.hugging_face.mapping import (
-    FAMILIES,
-    family_for,
-    family_of,
-    read_options,
-    write_options,
-)
+from megajax.weights.hugging_face.mapping import FAMILIES, family_for, family_of
+from megajax.weights.hugging_face.translate import read_options, write_options
 
 RECORDED = np.load(Path(__file__).parents[2] / "oracles" / "hugging_face_folders.npz")
 ENTRIES = json.loads(str(RECORDED["families"]))
