@@ -173,7 +173,7 @@ def _family(
     architecture: str, always: dict[str, Any], options: Options, weights: tuple[Row, ...], ignored: tuple[str, ...] = ()
 ) -> Family:
     model_type = "roberta" if architecture.startswith("Roberta") else "bert"
-    return Family(architecture, model_type, always, options, weights, _old_names(weights), _FORM, ignored)
+    return Family(architecture, model_type, always, options, weights, (_old_names(weights),), _FORM, ignored)
 
 
 _FORM = BertForm(BertConfig())

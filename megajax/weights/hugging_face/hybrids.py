@@ -277,7 +277,7 @@ FAMILIES: tuple[Family, ...] = (
             Choice("num_nextn_predict_layers", 0),
         ),
         _model("backbone"),
-        _model("model", fused_experts=True),
+        (_model("model", fused_experts=True),),
         form=HybridForm(HybridConfig()),
     ),
 )

@@ -259,7 +259,12 @@ class GemmaTokens:
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
         vision = read_object(theirs, "vision_config")
         side = vision.get("image_size", 224) // vision.get("patch_size", 16)
-        return {"vision.image.merge": side // math.isqrt(theirs.get("mm_tokens_per_image", 256))}
+        number = theirs.get("mm_tokens_per_image", 256)
+        if number < 1 or side % math.isqrt(number) or math.isqrt(number) ** 2 != number:
+            raise ValueError(
+                f"mm_tokens_per_image={number} must be a square number whose root divides the {side} patches of a side"
+            )
+        return {"vision.image.merge": side // math.isqrt(number)}
 
     def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
         return {"mm_tokens_per_image": (ours["vision.table"] // ours["vision.image.merge"]) ** 2}
@@ -381,7 +386,7 @@ _QWEN2_TEXT = Text((
         "Qwen2_5_VLTextModel",
         "qwen2_5_vl_text",
         RMS | dict(qkv_bias=True),
-        (*LLAMA, HEAD_DIM, RMS_EPSILON, Mrope(interleaved_sections=False), Window("switched", default=4096)),
+        (*LLAMA, HEAD_DIM, RMS_EPSILON, Mrope(sections=(16, 24, 24)), Window("switched", default=4096)),
         weights.LLAMA,
     ),
 ))  # fmt: skip
@@ -390,7 +395,7 @@ _QWEN3_TEXT = Text((
         "Qwen3VLTextModel",
         "qwen3_vl_text",
         RMS | dict(qk_norm=True),
-        (*LLAMA, HEAD_DIM, RMS_EPSILON, ATTENTION_BIAS, Mrope(base=500_000.0, interleaved_sections=True)),
+        (*LLAMA, HEAD_DIM, RMS_EPSILON, ATTENTION_BIAS, Mrope(base=500_000.0, sections=(24, 20, 20), interleaved_sections=True)),
         weights.LLAMA,
     ),
 ))  # fmt: skip
@@ -406,7 +411,7 @@ def _qwen_tower(model_type: str, always: Mapping[str, Any], patch_size: int, *op
     }
     return Section(
         model_type,
-        common | always,
+        {**common, **always},
         (
             *_sizes("hidden_size", "intermediate_size", "depth", "num_heads"),
             Option("patch_size", "vision.image.patch_size", patch_size),

@@ -151,13 +151,15 @@ class TwoRopes:
 class Mrope(Rope):
     """Qwen-VL: pairs rotate by time, row or column."""
 
+    sections: tuple[int, int, int] = (16, 24, 24)
+    """Default of mrope_section."""
     interleaved_sections: bool = False
 
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
         name = "rope_scaling" if theirs.get("rope_scaling") else "rope_parameters"
         parameters = read_object(theirs, name)
-        sections = parameters.get("mrope_section")
-        if not isinstance(sections, list) or len(sections) != 3:
+        sections = parameters.get("mrope_section", self.sections)
+        if not isinstance(sections, list | tuple) or len(sections) != 3:
             raise ValueError(f"{name}: mrope_section={sections} must be a list of three numbers")
         if parameters.get("mrope_interleaved", self.interleaved_sections) != self.interleaved_sections:
             raise ValueError(
