@@ -68,6 +68,7 @@ def test_token_counts_equal_those_of_transformers(families, name, make_processor
 
 
 def test_grids_of_siglip2_equal_those_of_transformers(families, sizes):
+    pytest.importorskip("PIL")
     name = "transformers.models.siglip2.image_processing_pil_siglip2"
     theirs = pytest.importorskip(name).get_image_size_for_max_num_patches
     for height, width in sizes(500, 50_000):
