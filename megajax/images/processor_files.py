@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megajax.fields.ranges import check_fields
 from megajax.images.rules import ImageRule
 
@@ -28,7 +30,6 @@ PROCESSORS = {
     "Siglip2ImageProcessor": ImageRule("patches", patch_size=16, resample="bilinear", mean=HALF, std=HALF),
     "Qwen2VLImageProcessor": ImageRule("pixels", patch_size=14, merge=2),
 }
-RESAMPLE = {"bilinear": 2, "bicubic": 3}  # the numbers of Pillow
 # Options with one supported value, which the classes also take for them where a file leaves them out.
 FIXED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "rescale_factor": 1 / 255}
 FIXED_OF = {
@@ -37,19 +38,21 @@ FIXED_OF = {
     "tiles": {"min_patches": 1},
     "pixels": {"temporal_patch_size": 2},
 }
-# Options with the value of a field.
-KEYS = {
+# Options with the value of a field, some as lists.
+KEYS = {"mean": "image_mean", "std": "image_std"}
+KEYS_OF = {
+    "pinpoints": {"pinpoints": "image_grid_pinpoints"},
     "tiles": {"max_tiles": "max_patches"},
     "pixels": {
         "min_pixels": "min_pixels", "max_pixels": "max_pixels", "patch_size": "patch_size", "merge": "merge_size",
     },
     "patches": {"max_patches": "max_num_patches", "patch_size": "patch_size"},
 }  # fmt: skip
-LISTS = {"mean": "image_mean", "std": "image_std"}
+RESAMPLE = {"bilinear": 2, "bicubic": 3}  # the numbers of Pillow
 # Read in another way, or without effect on the pixels of one RGB image.
 OTHER_KEYS = {
-    "crop_size", "crop_to_patches", "feature_extractor_type", "image_grid_pinpoints", "image_mean",
-    "image_processor_type", "image_std", "processor_class", "resample", "size",
+    "crop_size", "crop_to_patches", "feature_extractor_type", "image_processor_type", "processor_class", "resample",
+    "size",
     "_valid_processor_keys", "aspect_ratio_setting", "auto_map", "data_format", "default_to_square", "device",
     "disable_grouping", "do_convert_rgb", "do_pad", "image_seq_length", "image_token", "input_data_format",
     "max_patches", "min_patches", "model_input_names", "pan_and_scan_max_num_crops", "pan_and_scan_min_crop_size",
@@ -90,19 +93,17 @@ def rule_of(options: Mapping[str, Any], patch_size: int, merge: int) -> ImageRul
     if rule.resize == "pixels" and isinstance(options.get("size"), dict):
         names = {"shortest_edge": "min_pixels", "longest_edge": "max_pixels"}
         options = {names.get(key, key): value for key, value in options["size"].items()} | options
-    keys = KEYS.get(rule.resize, {})
+    keys = KEYS | KEYS_OF.get(rule.resize, {})
     _check_options(options, FIXED | FIXED_OF.get(rule.resize, {}), OTHER_KEYS | set(keys.values()))
-    changes = {field: options[key] for field, key in keys.items() if key in options}
+    changes = {field: _flat(options[key]) for field, key in keys.items() if key in options}
     for field, value in {"patch_size": patch_size, "merge": merge}.items():
         if changes.setdefault(field, value) != value:
             raise ValueError(f"{keys[field]}={changes[field]} differs from that of the model, {value}")
     if "resample" in options:
-        changes["resample"] = _resample(options["resample"])
-    changes |= {field: _tuple(options, key) for field, key in LISTS.items() if key in options}
+        names = {str(number): name for name, number in RESAMPLE.items()}
+        changes["resample"] = names.get(str(options["resample"]), options["resample"])
     if rule.resize not in ("pixels", "patches"):
         changes["size"] = _side(options, rule)
-    if rule.resize == "pinpoints" and "image_grid_pinpoints" in options:
-        changes["pinpoints"] = tuple(side for pinpoint in _tuple(options, "image_grid_pinpoints") for side in pinpoint)
     rule = replace(rule, **changes)
     check_fields(rule)
     rule.check()
@@ -115,8 +116,7 @@ def options_of(rule: ImageRule, processor: str) -> dict[str, Any]:
         raise ValueError(f"resize={rule.resize} is not that of {processor}, {PROCESSORS[processor].resize}")
     options: dict[str, Any] = {"image_processor_type": processor, "do_convert_rgb": True}
     options |= FIXED | FIXED_OF.get(rule.resize, {})
-    options |= {key: getattr(rule, field) for field, key in KEYS.get(rule.resize, {}).items()}
-    options |= {key: list(getattr(rule, field)) for field, key in LISTS.items()}
+    options |= {key: getattr(rule, field) for field, key in (KEYS | KEYS_OF.get(rule.resize, {})).items()}
     options["resample"] = RESAMPLE[rule.resample]
     square = {"height": rule.size, "width": rule.size}
     if rule.resize in ("squash", "tiles"):
@@ -124,7 +124,7 @@ def options_of(rule: ImageRule, processor: str) -> dict[str, Any]:
     if rule.resize in ("crop", "pinpoints"):
         options |= {"size": {"shortest_edge": rule.size}, "crop_size": square}
     if rule.resize == "pinpoints":
-        options["image_grid_pinpoints"] = [list(size) for size in rule.pinpoint_sizes]
+        options["image_grid_pinpoints"] = rule.pinpoint_sizes
     if rule.resize == "tiles":
         options["crop_to_patches"] = True
     if rule.resize == "pixels":  # older versions of transformers read only min_pixels and max_pixels
@@ -172,21 +172,12 @@ def _check_options(options: Mapping[str, Any], fixed: Mapping[str, Any], others:
             raise ValueError(f"{key}={value!r} is not supported; supported: {fixed.get(key, 'files without it')}")
 
 
-def _resample(number: Any) -> str:
-    names = [name for name, known in RESAMPLE.items() if known == number]
-    if not names:
-        supported = ", ".join(f"{known} ({name})" for name, known in RESAMPLE.items())
-        raise ValueError(f"resample={number!r} is not supported; supported: {supported}")
-    return names[0]
+def _flat(value: Any) -> Any:
+    """A list, also one of lists, as the tuple of its elements."""
+    return tuple(np.ravel(value).tolist()) if isinstance(value, list | tuple) else value
 
 
-def _tuple(options: Mapping[str, Any], key: str) -> tuple:
-    if not isinstance(options[key], list | tuple):
-        raise ValueError(f"{key}={options[key]!r} is not supported; supported: a list")
-    return tuple(options[key])
-
-
-def _side(options: Mapping[str, Any], rule: ImageRule) -> int:
+def _side(options: Mapping[str, Any], rule: ImageRule) -> Any:
     """Of the squares that the views are."""
     size = options.get("size", rule.size)
     side = next(iter(size.values()), None) if isinstance(size, dict) else size

@@ -83,7 +83,7 @@ def families() -> dict[str, Family]:
 def make_processor() -> Callable:
     """Builds the Pillow processor of a family from its options."""
     pytest.importorskip("PIL")
-    transformers = pytest.importorskip("transformers", minversion="5.0")
+    transformers = pytest.importorskip("transformers", minversion="5.23")
 
     def make(family: Family):
         how = {"image_mean": list(family.rule.mean), "image_std": list(family.rule.std), "resample": 3}
@@ -108,14 +108,14 @@ def draw() -> Callable:
 
 @pytest.fixture(scope="session")
 def sizes() -> Callable:
-    """Draws (height, width), each spread evenly over orders of magnitude, with an aspect that every rule takes."""
+    """Draws (height, width), each spread evenly over orders of magnitude, with an aspect of 20 at most."""
 
     def drawn(number: int, longest: int) -> list[tuple[int, int]]:
         rng = np.random.default_rng(0)
         found = []
         while len(found) < number:
             height, width = np.exp(rng.uniform(0, np.log(longest), 2)).astype(int).tolist()
-            if max(height, width) <= 200 * min(height, width):
+            if max(height, width) <= 20 * min(height, width):
                 found.append((height, width))
         return found
 

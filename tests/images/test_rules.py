@@ -23,7 +23,7 @@ def test_pixels_equal_those_of_transformers(family, make_processor, same_pixels,
 @pytest.mark.slow
 def test_pixels_of_many_sizes_equal_those_of_transformers(family, make_processor, same_pixels, draw, sizes):
     processor = make_processor(family)
-    for height, width in sizes(500, 2000):
+    for height, width in sizes(500, 1500):
         same_pixels(family.rule, processor, draw(height, width))
 
 
@@ -67,15 +67,28 @@ def test_token_counts_equal_those_of_transformers(families, name, make_processor
         assert len(family.rule.token_order(height, width)) == count, (height, width)
 
 
+def test_grids_of_siglip2_equal_those_of_transformers(families, sizes):
+    pytest.importorskip("PIL")
+    name = "transformers.models.siglip2.image_processing_pil_siglip2"
+    theirs = pytest.importorskip(name).get_image_size_for_max_num_patches
+    for height, width in sizes(500, 50_000):
+        ((rows, cols),) = families["siglip2"].rule.views(height, width)
+        assert (16 * rows, 16 * cols) == theirs(height, width, 16, 256), (height, width)
+
+
 @pytest.mark.parametrize(("name", "count"), [("llava", 576), ("siglip", 729), ("gemma3", 256)])
 def test_squares_have_a_fixed_count(families, name, count, sizes):
     for height, width in sizes(50, 5000):
         assert len(families[name].rule.token_order(height, width)) == count
 
 
-def test_counts_of_llava_next_equal_those_of_transformers(families, make_processor, sizes):
+@pytest.mark.parametrize("step", [1, -1])
+def test_counts_of_llava_next_equal_those_of_transformers(families, make_processor, sizes, step):
     transformers = pytest.importorskip("transformers")
     family = families["llava_next"]
+    pinpoints = family.rule.pinpoint_sizes[::step]
+    rule = dataclasses.replace(family.rule, pinpoints=tuple(side for size in pinpoints for side in size))
+    family = family._replace(rule=rule, options=family.options | {"image_grid_pinpoints": [*map(list, pinpoints)]})
     processor = object.__new__(transformers.LlavaNextProcessor)  # which its __init__ gives only to those with text
     processor.image_processor = make_processor(family)
     processor.patch_size = 14
