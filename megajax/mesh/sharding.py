@@ -48,7 +48,7 @@ ACTIVATION_AXES: dict[str | None, tuple[str, ...]] = {
     "kv_heads": HEAD_AXES,
     "mlp": ("tensor",),
     "vocab": ("pipeline", "tensor"),
-    "patches": (*TIME_AXES, *SEQUENCE_AXES),  # of images, or pieces of other inputs
+    "blocks": (*TIME_AXES, *SEQUENCE_AXES),  # of images, see parallel/encode.py
     "rows": (*BATCH_AXES, *TIME_AXES),  # of tokens, sorted by expert
     "embed": ("tensor",),  # of these rows only
     None: (),

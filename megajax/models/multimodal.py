@@ -2,7 +2,7 @@
 Qwen2.5-VL, Qwen3-VL): towers (models/tower.py) encode them on all devices of the mesh, and their results replace the
 embeddings of the tokens that stand for an image. The data says which: the model never counts tokens.
 
-Dimensions: as in models/decoder.py; P patches of a sample.
+Dimensions: as in models/decoder.py; K blocks of a sample, P patches of a block.
 """
 
 import dataclasses
@@ -60,22 +60,20 @@ class MultimodalConfig(DecoderConfig):
     def inputs(self, sequence_length: int, *, packed: bool) -> dict[str, BatchArray]:
         """Besides those of the text:
 
-        image_index int32 [T]: which result of the tower replaces the embedding of a token, counted over the row; -1:
-            none, it is text; NEWLINE.
-        patches uint8 [P, values of a patch]: of all images of the row, ImageRule.patches, and a class token after each
-            view if the tower has one, padded to a whole square.
-        patch_places int32 [P, 5]: number of the view from 1, 0 for padding; row and column, CLASS_TOKEN for a class
-            token; rows and columns of its grid.
+        image_index int32 [T]: which result of the tower replaces the embedding of a token, counted over the blocks of
+            the row; TEXT; NEWLINE.
+        patches uint8 [K, P, values of a patch]: K blocks of the images of the row, as images/layout.py has them.
+        patch_places int32 [K, P, 5]: Layout.places; the numbers of the views differ within a block.
         position_ids int32 [T, 3]: with rope.sections time, row and column of each token.
         block_ids int32 [T]: with image_attention=bidirectional the number of the image of a token from 1; 0: text.
         """
         found = super().inputs(sequence_length, packed=packed)
         sequence = BatchArray.sequence(sequence_length)
         found["image_index"] = sequence
-        size = self.vision.patches
-        values = self.vision.image.patch_size**2 * 3
-        found["patches"] = BatchArray(("patches", None), (size, values), jnp.uint8)
-        found["patch_places"] = BatchArray(("patches", None), (size, 5), jnp.int32)
+        shape = (self.vision.blocks, self.vision.patches)
+        dims = ("blocks", None, None)
+        found["patches"] = BatchArray(dims, (*shape, self.vision.image.patch_size**2 * 3), jnp.uint8)
+        found["patch_places"] = BatchArray(dims, (*shape, 5), jnp.int32)
         if self.rope.sections is not None:
             found["position_ids"] = BatchArray(("time", None), (sequence_length, 3), jnp.int32)
         if self.image_attention == "bidirectional":
@@ -83,9 +81,9 @@ class MultimodalConfig(DecoderConfig):
         return found
 
     def flops_outside(self, sequence_length: int) -> Flops:
-        results = self.vision.patches / self.vision.merged
+        patches = self.vision.blocks * self.vision.patches
         patch = Flops(2 * self.vision.image.patch_size**2 * 3 * self.vision.embed_dim * self.vision.frames)
-        of_images = patch * self.vision.patches + self.vision.projector_flops(self.embed_dim) * results
+        of_images = patch * patches + self.vision.projector_flops(self.embed_dim) * (patches / self.vision.merged)
         return super().flops_outside(sequence_length) + of_images * (1 / sequence_length)
 
     def check(self, mesh: MeshConfig, sequence_length: int, execution: ExecutionConfig) -> None:
@@ -106,12 +104,11 @@ class MultimodalConfig(DecoderConfig):
                 "layers, which a pipeline does not give them; use --mesh.pipeline=1"
             )
         parts = num_parts({"context": mesh.context, "tensor": mesh.tensor, "pipeline": mesh.pipeline})
-        if self.vision.patches % (parts * self.vision.merged):
-            wanted = parts * self.vision.merged
+        if self.vision.blocks % parts:
             raise ValueError(
-                f"model.vision.patches={self.vision.patches} must be a multiple of {wanted} = mesh.context * "
-                f"mesh.tensor * mesh.pipeline * model.vision.image.merge^2; use "
-                f"--model.vision.patches={-(-self.vision.patches // wanted) * wanted}"
+                f"model.vision.blocks={self.vision.blocks} must be a multiple of {parts} = mesh.context * mesh.tensor "
+                f"* mesh.pipeline, which share them; use --model.vision.blocks="
+                f"{-(-self.vision.blocks // parts) * parts}"
             )
 
 

@@ -1,9 +1,9 @@
 """Towers: encoders of images in patches, such as CLIP, SigLIP and those of Qwen, and the projector to the text's width.
 
-Dimensions: B rows of a batch, P patches of a row, p values of a patch, C width of the tower, m side of the square of
-patches that becomes one token, F = P / m^2 results, D width of the text.
-Images of any size are packed one after another in a row (Dehghani et al. 2023, NaViT); a patch attends to those of its
-image, or of its window. The patches of a square of m x m are adjacent.
+Dimensions: B blocks, P patches of a block, p values of a patch, C width of the tower, m side of the square of patches
+that becomes one token, F = P / m^2 results, D width of the text.
+Images of any size are packed one after another in a block (Dehghani et al. 2023, NaViT); a patch attends to those of
+its image, or of its window. The patches of a square of m x m are adjacent.
 
 | | positions | norm | class_token | patch_bias | final_norm | project_norm, hidden |
 |---|---|---|---|---|---|---|
@@ -104,8 +104,11 @@ class TowerConfig:
     text, one each (Meng et al. 2024, DeepStack; Qwen3-VL)."""
     newline: bool = False
     """A learned token ends each row of tiles (LLaVA-NeXT)."""
+    blocks: PositiveInt = dataclasses.field(default=1, metadata=MAY_CHANGE)
+    """Blocks of patches of a training sample, which the devices of mesh.context, tensor and pipeline share; an image,
+    or a tile of it, is in one block."""
     patches: PositiveInt = dataclasses.field(default=1024, metadata=MAY_CHANGE)
-    """Patches of a training sample, class tokens included; images are packed up to this."""
+    """Patches of a block, class tokens included."""
 
     @property
     def merged(self) -> int:
@@ -154,6 +157,7 @@ class TowerConfig:
             mlp=MlpConfig(self.embed_dim, self.mlp_dim, self.activation, True, init_std, attention.out_init_std),
             norm=self.norm_config,
             branch_scales=self.branch_scales,
+            blocks=self.blocks,
             patches=self.patches,
         )
         windowed = dataclasses.replace(layer, attention=dataclasses.replace(attention, segments="window_ids"))
@@ -206,18 +210,20 @@ class TowerConfig:
 class TowerLayerConfig(TransformerLayerConfig):
     """A layer of a tower, whose patches are not the tokens of the text: what it says is per token of the text."""
 
-    patches: int
+    blocks: int
     """Of a sample."""
+    patches: int
+    """Of a block."""
 
     def check(self, mesh: MeshConfig, sequence_length: int) -> None:
         """Every device runs whole layers."""
 
     def flops(self, sequence_length: int) -> Flops:
-        """As if an image took all patches of a sample."""
-        return super().flops(self.patches) * (self.patches / sequence_length)
+        """As if an image took all patches of a block."""
+        return super().flops(self.patches) * (self.blocks * self.patches / sequence_length)
 
     def activations(self, sequence_length: int) -> dict[str, Activation]:
-        share = self.patches / sequence_length
+        share = self.blocks * self.patches / sequence_length
 
         def scaled(a: Activation) -> Activation:
             return a._replace(elements=a.elements * share, flops=a.flops * share, scores=a.scores * share)
@@ -280,7 +286,7 @@ class Tower(nnx.Module):
         inputs = {"image_ids": image_BP}
         if config.window:
             side = config.window
-            window_BP = (image_BP * 4096 + row_BP // side) * 4096 + col_BP // side
+            window_BP = (image_BP * 1024 + row_BP // side) * 1024 + col_BP // side
             inputs["window_ids"] = jnp.where(image_BP > 0, window_BP, 0)
         if config.rotary:
             frequencies = RopeConfig().inverse_frequencies(config.head_dim // 2)

@@ -1,10 +1,10 @@
 """Encoders of inputs other than text, on all devices of the mesh, whatever splits the text's layers.
 
-Dimensions: B rows of a batch, T tokens of a row, P patches of a row (of images, or pieces of other inputs), F what the
-encoder makes of them (a few patches become one), D model width.
-The patches of a row are split over all devices that share the row: those of `context`, `tensor` and `pipeline`. Each
-runs the whole encoder on its part, in which every image is whole (training/batches.py sees to it). Then each device
-takes what its tokens need: the results are gathered over the axes that split the tokens, and summed over the others.
+Dimensions: B rows of a batch, T tokens of a row, K blocks of a row, each with P patches (of images, or pieces of other
+inputs), F what the encoder makes of them (a few patches become one), D model width.
+The blocks of a row are split over all devices that share the row: those of `context`, `tensor` and `pipeline`. Each
+runs the whole encoder on its blocks, in which every image is whole. Then each device takes what its tokens need: the
+results are gathered over the axes that split the tokens, and summed over the others.
 """
 
 import functools
@@ -26,11 +26,11 @@ PIPELINE = "pipeline"
 
 
 def encode(run: Encode, weights: Any, arrays: dict[str, jax.Array], index_BT: jax.Array) -> tuple[jax.Array, ...]:
-    """run(weights, arrays)[i][b, index[b, t]] for each of its results, zeros where the index is negative -> [B, T, D]
-    each, sharded as batch, sequence.
+    """For each result of `run` what its tokens read, zeros where the index is negative -> [B, T, D] each, sharded as
+    batch, sequence.
 
-    run: (weights, arrays [b, p, ...], the patches of one device) -> results [b, f, D]. arrays: [B, P, ...] each.
-    index: int32 [B, T], from 0 to F - 1. In a pipeline the backward pass runs the encoder again.
+    run: (weights, arrays [blocks, P, ...]) -> results [blocks, F, D]. arrays: [B, K, P, ...] each. index: int32 [B, T],
+    from 0 to K F - 1, over the blocks of the row. In a pipeline the backward pass runs the encoder again.
     """
     if not is_inside_pipeline():
         return _region(run, arrays, index_BT)(weights, arrays, index_BT)
@@ -67,31 +67,33 @@ def _region(run: Encode, arrays: dict, index_BT: jax.Array) -> Callable:
 
 
 class _Parts:
-    """How patches and tokens are split over the devices."""
+    """How blocks and tokens are split over the devices."""
 
     def __init__(self, arrays: dict[str, jax.Array], index_BT: jax.Array):
-        rows, num_patches = next(iter(arrays.values())).shape[:2]
-        self.patches_spec = activation_spec((rows, num_patches), ("batch", "patches"))
+        shape = next(iter(arrays.values())).shape[:2]
+        self.blocks_spec = activation_spec(shape, ("batch", "blocks"))
         self.index_spec = activation_spec(index_BT.shape, ("batch", "sequence"))
         self.out_spec = P(*self.index_spec, None)
-        self.split = axes_of(self.patches_spec[1])
+        self.split = axes_of(self.blocks_spec[1])
         self.gathered = tuple(axis for axis in self.split if axis in axes_of(self.index_spec[1]))
         self.summed = (*(axis for axis in self.split if axis not in self.gathered), *self._pipeline())
-        self.varying = (*axes_of(self.patches_spec[0]), *self.split, *self._pipeline())
+        self.varying = (*axes_of(self.blocks_spec[0]), *self.split, *self._pipeline())
 
     @staticmethod
     def _pipeline() -> tuple[str, ...]:
         return (PIPELINE,) if axis_size(PIPELINE) > 1 else ()
 
     def specs(self, arrays: dict[str, jax.Array]) -> dict[str, P]:
-        return {name: P(*self.patches_spec, *[None] * (array.ndim - 2)) for name, array in arrays.items()}
+        return {name: P(*self.blocks_spec, *[None] * (array.ndim - 2)) for name, array in arrays.items()}
 
     def body(self, run: Encode, weights, arrays, index_BT) -> tuple[jax.Array, ...]:
         # Here, so that their gradients are summed over the devices once, not in every layer.
         weights = compat.vary(weights, self.varying)
-        if self._pipeline():  # every rank holds the patches of all ranks
+        if self._pipeline():  # every rank holds the blocks of all ranks
             arrays = jax.tree.map(lambda a: _own(a, PIPELINE), arrays)
-        return tuple(self._taken(result_BFD, index_BT) for result_BFD in run(weights, arrays))
+        rows = index_BT.shape[0]
+        results = run(weights, jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), arrays))
+        return tuple(self._taken(result.reshape(rows, -1, result.shape[-1]), index_BT) for result in results)
 
     def _taken(self, result_BFD: jax.Array, index_BT: jax.Array) -> jax.Array:
         """An index counts the results of all devices, those of the axes in `split` and then of `pipeline` in order."""
@@ -114,11 +116,11 @@ class _Parts:
 
 
 def _own(array: jax.Array, axis: str) -> jax.Array:
-    """This device's part of the patches [B, P, ...] that every device along the axis holds."""
+    """This device's part of the blocks [B, K, ...] that every device along the axis holds."""
     size = array.shape[1] // lax.axis_size(axis)
     return lax.dynamic_slice_in_dim(array, lax.axis_index(axis) * size, size, axis=1)
 
 
 def num_parts(sizes: dict[str, int]) -> int:
-    """Devices that share the patches of a row, on a mesh with axes of these sizes."""
+    """Devices that share the blocks of a row, on a mesh with axes of these sizes."""
     return math.prod(sizes[axis] for axis in ("context", "tensor", PIPELINE))

@@ -26,7 +26,7 @@ B, T, VOCAB = 8, 32, 64
 RULE = ImageRule(resize="squash", size=8, patch_size=2, merge=2)
 TOWER = TowerConfig(
     num_layers=2, embed_dim=16, num_heads=2, mlp_dim=32, image=RULE, table=4, rotary=True, window=2, full_layers=(1,),
-    project_norm="patch", project_dim=16, newline=True, patches=128,
+    project_norm="patch", project_dim=16, newline=True, blocks=8, patches=16,
 )  # fmt: skip
 MODEL = MultimodalConfig(
     num_layers=4, embed_dim=16, num_heads=4, vocab_size=VOCAB, position="rope", init_std=0.2, vision=TOWER
@@ -36,8 +36,8 @@ FLOAT32 = PrecisionConfig(compute="float32")
 
 @functools.cache
 def make_batch() -> dict[str, np.ndarray]:
-    """Each row has two images of 4 x 4 patches, in different places of the 128 patches; the text has them in the other
-    order, the second one with a newline."""
+    """Each row has two images of 4 x 4 patches, in two of its 8 blocks; the text has them in the other order, one with a
+    newline."""
     rng = np.random.default_rng(0)
     batch = {
         "tokens": rng.integers(0, VOCAB, (B, T), np.int32),
@@ -45,17 +45,16 @@ def make_batch() -> dict[str, np.ndarray]:
         "loss_weights": np.full((B, T), 1 / (B * T), np.float32),
         "positions": np.broadcast_to(np.arange(T, dtype=np.int32), (B, T)),
         "segment_ids": np.repeat(np.array([[1, 2]], np.int32), T // 2, 1).repeat(B, 0),
-        "patches": np.zeros((B, 128, 12), np.uint8),
-        "patch_places": np.zeros((B, 128, 5), np.int32),
+        "patches": np.zeros((B, 8, 16, 12), np.uint8),
+        "patch_places": np.zeros((B, 8, 16, 5), np.int32),
         "image_index": np.full((B, T), -1, np.int32),
     }
     places = [(block // 2 * 2 + at // 2, block % 2 * 2 + at % 2) for block in range(4) for at in range(4)]
     for row in range(B):
         parts = rng.permutation(8)[:2]
-        for number, part in enumerate(parts, 1):
-            patches = slice(16 * part, 16 * part + 16)
-            batch["patches"][row, patches] = rng.integers(0, 256, (16, 12))
-            batch["patch_places"][row, patches] = [(number, *place, 4, 4) for place in places]
+        for part in parts:
+            batch["patches"][row, part] = rng.integers(0, 256, (16, 12))
+            batch["patch_places"][row, part] = [(1, *place, 4, 4) for place in places]
         for start, part in zip((3, 20), reversed(parts), strict=True):
             batch["image_index"][row, start : start + 4] = 4 * part + np.arange(4)
         batch["image_index"][row, 24] = NEWLINE

@@ -56,6 +56,7 @@ class Export:
         self.tokenizer = load_saved_tokenizer(run_dir, config.data.tokenizer)
         self.family = family_of_run(self.run_dir, config, architecture)
         written = self.family.form.trained_for(config.model, config.training.sequence_length)
+        self._written = written
         self.map = self.family.map_of(written)
         model = Model(written)
         self._stored = StoredParams(run_dir, self.step, model.layer_rows)
@@ -111,6 +112,7 @@ class Export:
                     self._write_row(row, writer, lambda nbytes: advance(nbytes, total))
             write_json(new / "config.json", self.options)
             self._write_tokenizer(new)
+            self.family.form.write_beside(self._written, new)
             if not (new / "generation_config.json").is_file():
                 write_json(new / "generation_config.json", self.generation)
 

@@ -64,7 +64,8 @@ class Folder:
             self.family = family_of(self.options)
             self.files = DequantizedFiles(self.path, read_scheme(self.options))
             self._check_counts()
-            self.model = self.family.form.in_files(read_options(self.family, self.options), self.files.forms)
+            model = self.family.form.read_beside(read_options(self.family, self.options), self.path)
+            self.model = self.family.form.in_files(model, self.files.forms)
             self.model.check(MeshConfig(), self._length, ExecutionConfig())
             maps = [self.family.map_of(self.model, table) for table in self.family.tables]
         self.map = next((found for found in maps if all(map(self._name_in_files, found.tensors))), maps[0])

@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import typing
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from megajax.data.tokenizers.tokenizer import Tokenizer
@@ -96,6 +97,13 @@ class Form(Generic[C]):
     def in_files(self, config: C, names: Collection[str]) -> C:
         """The model that files with these tensors have."""
         return config
+
+    def read_beside(self, config: C, folder: Path) -> C:
+        """The model, with what other files of a folder than config.json say of it."""
+        return config
+
+    def write_beside(self, config: C, folder: Path) -> None:
+        """Writes these files."""
 
     def copied(self, config: C, name: str) -> str | None:
         """Which of our parameters a tensor that the table lacks is a copy of."""

@@ -9,13 +9,17 @@ that transformers 5 writes are read too.
 """
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from megajax.images.processor_files import FILE, NESTED_FILE, PROCESSORS, read_rule, write_rule
 from megajax.images.rules import ImageRule
 from megajax.models.decoder import DecoderConfig
 from megajax.models.multimodal import MultimodalConfig
+from megajax.models.tower import TowerConfig
 from megajax.weights.hugging_face import families, weights
 from megajax.weights.hugging_face.families import ATTENTION_BIAS, HEAD_DIM, LLAMA, RMS, RMS_EPSILON
 from megajax.weights.hugging_face.form import DecoderForm, Family
@@ -26,6 +30,7 @@ from megajax.weights.hugging_face.rope import Mrope
 from megajax.weights.hugging_face.translate import nearest_family, read_options, write_options
 from megajax.weights.tensor_map import Row, linear, norm
 
+logger = logging.getLogger("megajax")
 TIED = "tie_word_embeddings"
 # What the sections of published files leave out.
 LLAMA_SIZES = dict(
@@ -299,9 +304,26 @@ class Unread:
 
 
 class MultimodalForm(DecoderForm[MultimodalConfig]):
-    def __init__(self, default: MultimodalConfig, text: Text):
-        super().__init__(default)
+    def __init__(self, text: Text, processor: str):
+        """processor: of images, one of images/processor_files.py."""
+        super().__init__(MultimodalConfig(vision=TowerConfig(image=PROCESSORS[processor])))
         self.text = text
+        self.processor = processor
+
+    def read_beside(self, config: MultimodalConfig, folder: Path) -> MultimodalConfig:
+        image = config.vision.image
+        if not any((folder / name).is_file() for name in (FILE, NESTED_FILE)):
+            logger.warning("%s has no %s: images are prepared as %s does by default", folder, FILE, self.processor)
+            return config
+        rule = read_rule(folder, image.patch_size, image.merge)
+        if rule.resize not in ("pixels", "patches") and rule.size != image.size:
+            raise ValueError(f"image_size={image.size}, but the images of {FILE} have {rule.size} pixels a side")
+        return dataclasses.replace(config, vision=dataclasses.replace(config.vision, image=rule))
+
+    def write_beside(self, config: MultimodalConfig, folder: Path) -> None:
+        rule = config.vision.image
+        fitting = [name for name, known in PROCESSORS.items() if known.resize == rule.resize]
+        write_rule(folder, rule, self.processor if self.processor in fitting else fitting[0])
 
     def without_training(self, config: MultimodalConfig) -> MultimodalConfig:
         vision = dataclasses.replace(config.vision, patches=config.vision.merged)
@@ -310,7 +332,7 @@ class MultimodalForm(DecoderForm[MultimodalConfig]):
     def canonical(self, config: MultimodalConfig) -> MultimodalConfig:
         """Without what images/processor_files.py reads."""
         config = super().canonical(config)
-        names = ("resize", "size", "patch_size", "merge", "pinpoints")
+        names = ("size", "patch_size", "merge", "pinpoints")
         known = ImageRule(**{name: getattr(config.vision.image, name) for name in names})
         return dataclasses.replace(config, vision=dataclasses.replace(config.vision, image=known))
 
@@ -395,7 +417,13 @@ _QWEN3_TEXT = Text((
         "Qwen3VLTextModel",
         "qwen3_vl_text",
         RMS | dict(qk_norm=True),
-        (*LLAMA, HEAD_DIM, RMS_EPSILON, ATTENTION_BIAS, Mrope(base=500_000.0, sections=(24, 20, 20), interleaved_sections=True)),
+        (
+            *LLAMA,
+            HEAD_DIM,
+            RMS_EPSILON,
+            ATTENTION_BIAS,
+            Mrope(base=500_000.0, sections=(24, 20, 20), interleaved_sections=True),
+        ),
         weights.LLAMA,
     ),
 ))  # fmt: skip
@@ -567,20 +595,20 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         "LlavaForConditionalGeneration",
         "llava",
-        {"vision.image.resize": "crop"},
+        {},
         _LLAVA,
         _llava(_HUB_TOWER, _ON_HUB),
         _others(_llava),
-        MultimodalForm(MultimodalConfig(), _LLAVA_TEXT),
+        MultimodalForm(_LLAVA_TEXT, "CLIPImageProcessor"),
     ),
     Family(
         "LlavaNextForConditionalGeneration",
         "llava_next",
-        {"vision.newline": True, "vision.image.resize": "pinpoints"},
+        {"vision.newline": True},
         (*_LLAVA, Pinpoints()),
         _llava(_HUB_TOWER, _ON_HUB),
         _others(_llava),
-        MultimodalForm(MultimodalConfig(), _LLAVA_TEXT),
+        MultimodalForm(_LLAVA_TEXT, "LlavaNextImageProcessor"),
     ),
     Family(
         "Gemma3ForConditionalGeneration",
@@ -591,7 +619,6 @@ FAMILIES: tuple[Family, ...] = (
             "vision.project_norm_kind": "rmsnorm_1p",
             "vision.project_bias": False,
             "image_attention": "bidirectional",
-            "vision.image.resize": "squash",
         },
         (
             _SIGLIP,
@@ -601,24 +628,24 @@ FAMILIES: tuple[Family, ...] = (
         ),
         _gemma(_HUB_TOWER, _ON_HUB),
         _others(_gemma),
-        MultimodalForm(MultimodalConfig(), _GEMMA_TEXT),
+        MultimodalForm(_GEMMA_TEXT, "Gemma3ImageProcessor"),
     ),
     Family(
         "Qwen2_5_VLForConditionalGeneration",
         "qwen2_5_vl",
-        {"vision.image.resize": "pixels"},
+        {},
         (_QWEN2_TOWER, _QWEN2_TEXT, *_QWEN),
         _qwen("visual.", TextRows("model.", "lm_head."), *_QWEN2_NAMES),
         (_qwen("model.visual.", _IN_MEMORY, *_QWEN2_NAMES),),
-        MultimodalForm(MultimodalConfig(), _QWEN2_TEXT),
+        MultimodalForm(_QWEN2_TEXT, "Qwen2VLImageProcessor"),
     ),
     Family(
         "Qwen3VLForConditionalGeneration",
         "qwen3_vl",
-        {"vision.image.resize": "pixels"},
+        {},
         (_QWEN3_TOWER, _QWEN3_TEXT, *_QWEN),
         _qwen("model.visual.", _IN_MEMORY, *_QWEN3_NAMES),
         (),
-        MultimodalForm(MultimodalConfig(), _QWEN3_TEXT),
+        MultimodalForm(_QWEN3_TEXT, "Qwen2VLImageProcessor"),
     ),
 )
