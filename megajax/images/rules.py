@@ -144,7 +144,7 @@ class ImageRule:
         if self.resize == "crop":
             top = (height - self.size) // 2
             left = (width - self.size) // 2
-            return [np.array(resized((height, width)))[top : top + self.size, left : left + self.size]]
+            return [np.array(resized((height, width)).crop((left, top, left + self.size, top + self.size)))]
         whole = np.array(resized((self.size, self.size)))
         if self.resize == "pinpoints":
             inner = resized(_within((height, width), image.height, image.width))
