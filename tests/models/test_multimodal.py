@@ -36,7 +36,7 @@ FLOAT32 = PrecisionConfig(compute="float32")
 
 @functools.cache
 def make_batch() -> dict[str, np.ndarray]:
-    """Each row has two images of 4 x 4 patches, in two of its 8 blocks; the text has them in the other order, one with a
+    """Each row has two images of 4 x 4 patches, in two of its 8 blocks; the text has them in the other order, and one
     newline."""
     rng = np.random.default_rng(0)
     batch = {
