@@ -42,7 +42,7 @@ def check(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> tuple[int, in
     """
     with _opened(data, name, max_pixels) as image:
         size = _upright_size(image)
-        image.draft("RGB", (image.width // 8, image.height // 8))
+        image.draft("RGB", (max(1, image.width // 8), max(1, image.height // 8)))
         image.convert("RGB")
         return size
 

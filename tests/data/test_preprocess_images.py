@@ -5,6 +5,8 @@ import io
 import itertools
 import json
 import logging
+import re
+import tarfile
 
 import numpy as np
 import PIL.Image
@@ -331,3 +333,121 @@ def test_verify_merge_and_inspect_know_images(prepare, pictures, tmp_path, capsy
     with pytest.raises(SystemExit, match="1"):
         main(["verify", "--prefix", prefix])
     assert "red.png has " in capsys.readouterr().err
+
+
+def write_tar(path, members, form=tarfile.USTAR_FORMAT):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w", format=form) as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def as_json(record) -> bytes:
+    return json.dumps(record).encode()
+
+
+SAMPLES = [
+    ("a.json", as_json({"id": 1, "image": "/elsewhere/x.jpg", "conversations": LLAVA[0]["conversations"]})),
+    ("a.png", drawn("red")),
+    ("folder/a.JPG", drawn("white", (30, 50), "JPEG")),
+    ("folder/a.txt", "hübsch".encode()),
+    ("b.0.png", drawn("green")),
+    ("b.1.png", drawn("blue")),
+    ("b.json", as_json({"messages": [user({"type": "image"}, text("or"), {"type": "image", "image": "x"}), ANSWER]})),
+    ("c.jpg", drawn("black", form="JPEG")),
+    ("c.json", as_json({"context": "What?", "answers": ["dark", "black", "night", "black"], "url": "http://"})),
+    ("d.png", drawn("blue")),
+    ("d.txt", b"a picture"),
+    ("d.json", as_json({"width": 6, "height": 4})),
+    ("e.json", as_json({"messages": [{"role": "user", "content": "text only"}, ANSWER]})),
+]
+SAMPLE_COLORS = [["red"], ["white"], ["green", "blue"], ["black"], ["blue"], []]
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_samples_of_a_tar_are_read_in_place(form, prepare, tmp_path, tokenizer_path):
+    prefix = "long" * 40 + "/" if form != tarfile.USTAR_FORMAT else ""  # which needs members of its own in the tar
+    members = [(prefix + name, content) for name, content in SAMPLES]
+    tar = write_tar(tmp_path / "a.tar", [("./", b""), ("README", b"no sample"), *members], form)
+    assert "6 documents" in prepare(tar)
+    assert colors(tmp_path / "x") == SAMPLE_COLORS
+    found = texts(tmp_path / "x", tokenizer_path)
+    begin, end = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
+    questions = ["<image>\nWhat?", "<image>", "<image>\nor<image>", "<image>\nWhat?", "<image>", "text only"]
+    assert [document[0] for document in found] == [begin + question + end for question in questions]
+    answers = ["red", "hübsch", "fine", "black", "a picture", "fine"]
+    assert [document[1].split("<|im_end|>")[0] for document in found] == answers
+    size = tar.stat().st_size
+    assert (tmp_path / "x.images").stat().st_size < size
+    table = ImageTable(tmp_path / "x")
+    with tarfile.open(tar) as opened:
+        offsets = [info.offset_data for info in opened if info.name.lower().endswith((".png", ".jpg"))]
+    assert [table.name(i) for i in range(len(table))] == [f"{tar} at byte {offset}" for offset in offsets]
+
+
+def test_an_energon_folder_is_its_tars(prepare, tmp_path):
+    folder = tmp_path / "energon"
+    write_tar(folder / "shard_1.tar", SAMPLES[2:4])
+    write_tar(folder / "shard_0.tar", SAMPLES[:2])
+    (folder / "shard_0.tar.idx").write_bytes(bytes(16))
+    (folder / ".nv-meta").mkdir()
+    (folder / ".nv-meta" / ".info.json").write_text('{"shard_counts": {"shard_0.tar": 1, "shard_1.tar": 1}}')
+    (folder / ".nv-meta" / "index.sqlite").write_bytes(b"SQLite format 3\0")
+    prepare(folder)
+    assert colors(tmp_path / "x") == SAMPLE_COLORS[:2]
+
+
+def test_tars_give_the_same_with_any_number_of_workers(prepare, tmp_path):
+    samples = [
+        (f"{i}.{suffix}", content)
+        for i in range(100)
+        for suffix, content in (("png", drawn(COLORS[i % 5], (5 + i % 7, 4))), ("txt", b"picture"))
+    ]
+    tars = [write_tar(tmp_path / f"{name}.tar", samples) for name in "ab"]
+    for prefix, workers in (("one", 1), ("two", 2)):
+        prepare(*tars, prefix=tmp_path / prefix, workers=workers)
+    for part in ("bin", "idx", "images", "meta.json"):
+        assert (tmp_path / f"one.{part}").read_bytes() == (tmp_path / f"two.{part}").read_bytes()
+    assert colors(tmp_path / "two") == [[COLORS[i % 5]] for i in range(100)] * 2
+
+
+def test_a_bad_sample_of_a_tar_is_named_or_left_out(prepare, tmp_path):
+    bad = [
+        ([("x.json", b"{")], "not JSON"),
+        ([("x.txt", b"\xff")], "its .txt is not UTF-8"),
+        ([("x.png", drawn("red"))], "neither a .json nor a .txt"),
+        ([("x.png", drawn("red")[:45]), ("x.txt", b"a")], "the image is damaged"),
+        ([("x.png", drawn("red")), ("x.json", as_json(LLAVA[1]))], "there are 1 images"),
+        ([("x.json", as_json({"image": "../../x.png", "caption": "a"}))], "the image ../../x.png is not in "),
+    ]
+    for members, why in bad:
+        tar = write_tar(tmp_path / "b.tar", [*SAMPLES[:2], *members])
+        found = prepare(tar)
+        assert f"{tar} sample x: " in found
+        assert why in found
+        assert "1 images, 1 skipped" in prepare(tar, on_error="skip")
+
+
+def test_a_damaged_tar_is_refused_wherever_it_ends(prepare, tmp_path):
+    tar = write_tar(tmp_path / "b.tar", SAMPLES)
+    whole = tar.read_bytes()
+    with tarfile.open(tar) as opened:
+        second = opened.getmembers()[2]  # of which the first is whole in front of it
+    wrong = bytearray(whole)
+    wrong[second.offset + 150] ^= 1
+    for content in (whole[: second.offset], whole[: second.offset + 100], whole[: second.offset_data + 20], wrong):
+        tar.write_bytes(content)
+        assert re.search(r"b\.tar: cannot be read, copy it again|b\.tar ends within the image", prepare(tar))
+        assert "1 images, " in prepare(tar, on_error="skip")
+        assert colors(tmp_path / "x") == [["red"]]
+    tar.write_bytes(b"no tar at all" * 100)
+    assert "b.tar: cannot be read, copy it again" in prepare(tar)
+
+
+def test_a_compressed_tar_is_refused(prepare, tmp_path):
+    compressed = tmp_path / "c.tar.gz"
+    compressed.write_bytes(gzip.compress(write_tar(tmp_path / "c.tar", SAMPLES).read_bytes()))
+    assert "decompress a .tar first" in prepare(compressed)

@@ -117,3 +117,11 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded():
             with pytest.raises(ValueError, match=r"^b: the image is too large \("):
                 read(data, "b", **limit)
     assert decode(stored(picture(), "JPEG"), "b", max_pixels=960).size == (WIDTH, HEIGHT)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 700), (9, 7)])
+def test_the_smallest_images_are_read(size):
+    for form in ("JPEG", "PNG"):
+        data = stored(PIL.Image.new("RGB", size), form)
+        assert check(data, "a") == size_of(data, "a") == size[::-1]
+        assert decode(data, "a").size == size

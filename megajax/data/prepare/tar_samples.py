@@ -75,5 +75,11 @@ def tar_samples(path: str) -> Iterator[TarSample]:
                 members = []
             key = os.path.join(folder, stem)
             members.append(Member(suffixes.rpartition(".")[2].lower(), info.offset_data, info.size))
+        end = tar.offset
     if members:
         yield TarSample(path, key, tuple(members))
+    with open(path, "rb") as file:
+        file.seek(end)
+        # tarfile takes any damaged header, and the end of the file, as the end of the tar
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise tarfile.ReadError(f"it is damaged or cut short at byte {end}")
