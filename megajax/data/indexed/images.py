@@ -99,7 +99,8 @@ class ImageTable:
     def _check(self) -> None:
         if len(self._places) != len(self.sizes):
             self._refuse(f"it has {len(self.sizes)} sizes and {len(self._places)} places")
-        if not len(self.first) or self.first[0] != 0 or self.first[-1] != len(self) or (np.diff(self.first) < 0).any():
+        first = self.first
+        if not len(first) or first[0] != 0 or first[-1] != len(self) or (first[1:] < first[:-1]).any():
             self._refuse(f"the document boundaries do not ascend from 0 to its {len(self)} images")
 
     def _refuse(self, what: str) -> NoReturn:
