@@ -9,7 +9,9 @@ as P.tokenizer.model.
 --split_sentences: one sequence per sentence (for BERT). --conversations: each document is a conversation (`messages`:
 [{"role", "content"}, ...]) whose sequences alternate between context (no loss) and answer (loss), starting with a
 context; sequences may be empty. --append_eod (the default) ends the last sequence of a document with the tokenizer's
-end-of-document token, unless the template has written it. An existing dataset is only replaced with --overwrite.
+end-of-document token, unless the template has written it. With --image_token, conversations have images, in .jsonl,
+.json and .tar files, and P.images says where these are (docs/data.md). An existing dataset is only replaced with
+--overwrite.
 
 The output does not depend on --workers: batches of documents are encoded in order, at most a few per worker at a time,
 so memory is constant. `merge`, `verify` and `inspect` as first argument run these commands instead.

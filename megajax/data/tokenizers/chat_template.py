@@ -18,6 +18,9 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# JSON files that have the field chat_template, if there is no chat_template.jinja; the first one is that of processors
+# of images, whose tokenizer may have a template of text.
+TEMPLATE_FILES = "chat_template.json", "tokenizer_config.json"
 # Chosen by programs, not by users; some templates turn them into special tokens.
 ROLES = "system", "developer", "user", "assistant", "tool"
 # How templates mark turns, also for tokenizers that have no special tokens.
@@ -196,7 +199,7 @@ class ChatTemplate:
 
 def load_chat_template(tokenizer: Tokenizer, path: str | None = None, image_token: str | None = None) -> ChatTemplate:
     """The template in the file `path`; None: the one next to the tokenizer (chat_template.jinja, or `chat_template` of
-    tokenizer_config.json), else CHATML. image_token: what ChatTemplate writes for an image."""
+    one of TEMPLATE_FILES), else CHATML. image_token: what ChatTemplate writes for an image."""
     return find_chat_template(tokenizer, path, image_token) or _template(tokenizer, CHATML, image_token)
 
 
@@ -207,7 +210,8 @@ def find_chat_template(
     file = tokenizer.path
     source = None
     if path is None and file:
-        source = read_json(beside(file, "tokenizer_config.json")).get("chat_template")
+        named = (read_json(beside(file, name)).get("chat_template") for name in TEMPLATE_FILES)
+        source = next((found for found in named if found), None)
         if isinstance(source, list):  # several by name
             source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
         path = beside(file, "chat_template.jinja")
