@@ -16,7 +16,13 @@ from megajax.data.tokenizers.libraries import (
 from megajax.data.tokenizers.tokenizer import VOCABULARY, BytesTokenizer, NullTokenizer, Tokenizer, beside
 
 # Files next to the tokenizer file that are copied with it: special tokens, chat template, generation settings.
-BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+BESIDE_TOKENIZER = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
 FILE_TOKENIZERS = {".model": SentencePieceTokenizer, ".json": HuggingFaceTokenizer, ".tiktoken": TiktokenTokenizer}
 
 
