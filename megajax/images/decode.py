@@ -1,6 +1,7 @@
 """Decodes image files: what transformers' load_image gives for the same bytes, or a ValueError that names the file."""
 
 import contextlib
+import importlib.util
 import io
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -47,6 +48,12 @@ def check(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> tuple[int, in
         return size
 
 
+def require_pillow() -> None:
+    """Raises ValueError without Pillow."""
+    if importlib.util.find_spec("PIL") is None:
+        raise ValueError("images need the package Pillow; pip install 'megajax[images]'")
+
+
 def _upright_size(image: "PIL.Image.Image") -> tuple[int, int]:
     swapped = image.getexif().get(ORIENTATION) in SWAPPED
     return (image.width, image.height) if swapped else (image.height, image.width)
@@ -55,10 +62,9 @@ def _upright_size(image: "PIL.Image.Image") -> tuple[int, int]:
 @contextlib.contextmanager
 def _opened(data: bytes, name: str, max_pixels: int) -> Iterator["PIL.Image.Image"]:
     """The image, its pixels not yet decoded. What fails inside becomes a ValueError."""
-    try:
-        import PIL.Image
-    except ImportError:
-        raise ValueError("images need the package Pillow; pip install 'megajax[images]'") from None
+    require_pillow()
+    import PIL.Image
+
     if not data:
         raise ValueError(f"{name}: the image is empty")
     try:

@@ -57,7 +57,10 @@ class ImageInputs:
         tokens = np.asarray(tokens, np.int32)
         is_image = tokens == self.token
         if is_image.sum() != len(sizes):
-            raise ValueError(f"a text has {is_image.sum()} image tokens (id {self.token}) and {len(sizes)} images")
+            raise ValueError(
+                f"a text has {is_image.sum()} tokens of model.image_token={self.token} and {len(sizes)} images; set "
+                "model.image_token to the token that stands for an image in the data"
+            )
         layouts = [self.layouts.of(*size) for size in np.asarray(sizes).reshape(-1, 2).tolist()]
         counts = np.ones(len(tokens), np.int64)
         counts[is_image] = [len(layout.index) for layout in layouts]

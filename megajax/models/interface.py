@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from megajax.fields.kinds import Kinds
+from megajax.images.rows import ImageInputs
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops, LayerConfig, Totals
 from megajax.layers.linear import Linear
@@ -210,6 +211,11 @@ class ModelConfig:
         roles = self.stack_roles
         stacks = self.stacks(execution)
         return {name: layers for name, layers in stacks.items() if roles.get(name, "body") == role}
+
+    @property
+    def image_inputs(self) -> ImageInputs | None:
+        """How the model reads images; None: it does not."""
+        return None
 
     @property
     def has_output_layer(self) -> bool:

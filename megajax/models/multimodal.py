@@ -15,6 +15,7 @@ from flax import nnx
 
 from megajax.fields.ranges import NonNegativeInt
 from megajax.images.layout import NEWLINE
+from megajax.images.rows import ImageInputs
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops, Totals
 from megajax.layers.transformer import ResidualLayerConfig, TransformerLayerConfig
@@ -79,6 +80,10 @@ class MultimodalConfig(DecoderConfig):
         if self.image_attention == "bidirectional":
             found["block_ids"] = sequence
         return found
+
+    @property
+    def image_inputs(self) -> ImageInputs:
+        return ImageInputs(self.vision.layouts, self.image_token, self.vision.blocks, self.vision.patches)
 
     def flops_outside(self, sequence_length: int) -> Flops:
         patches = self.vision.blocks * self.vision.patches
