@@ -284,6 +284,11 @@ class AnyModule(nnx.Module):
         batch: tokens, positions, int32 [B, T]."""
         raise NotImplementedError
 
+    def encode_images(self, batch: dict, index_BT: jax.Array) -> jax.Array:
+        """Of a model that reads images: patches, patch_places [B, K, ...] as `inputs` names them, index int32 [B, T] of
+        results -> [B, T, 1 + levels, D], which `extend` reads as `features`."""
+        raise NotImplementedError
+
     def encode(self, batch: dict) -> jax.Array:
         """Of a model that reads a source: encoder_tokens, encoder_segment_ids (1 for text, 0 for padding) int32 [B, S]
         -> [B, S, D], which `extend` reads."""
