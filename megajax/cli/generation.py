@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from megajax.cli.options import OfChats, OfEngine, OfSampling, check_is_new, read_lines
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from megajax.data.tokenizers.chat_template import ChatTemplate
     from megajax.inference.engine import Engine
     from megajax.inference.results import Output
+    from megajax.inference.scheduling.images import PromptImage
     from megajax.inference.sequence_to_sequence import Written
 
 
@@ -25,6 +27,9 @@ class Generate(OfEngine, OfSampling):
 
     prompt: tuple[str, ...] = ()
     """Text to continue; may be repeated."""
+    image: tuple[str, ...] = ()
+    """Image file that each prompt is about; may be repeated. The prompts mark their places as the model's texts do
+    (<image>), or the images come first."""
     prompts: str | None = None
     """File with a prompt per line; .jsonl: objects with the field prompt."""
     output: str | None = None
@@ -40,11 +45,14 @@ class Generate(OfEngine, OfSampling):
             raise ValueError("give --prompt, which may be repeated, or --prompts=FILE")
         prompts = read_prompts(self.prompts) if self.prompts else self.prompt
         check_is_new(self.output)
+        check_images(self.image)
         self.serving.check()  # an error in the settings comes before anything is opened
         self.mesh.check()
         source = open_source(self.run, self.step)
         self.say_seed(sampling)
         if source.config.model.reads_source:
+            if self.image:
+                raise ValueError(f"image={self.image[0]}: a model with an encoder reads no images; leave it out")
             written = self._written(prompts, sampling)
             with self._file() as file:
                 print_written(prompts, written, file)
@@ -52,11 +60,12 @@ class Generate(OfEngine, OfSampling):
         if self.num_beams != 1:
             raise ValueError(f"num_beams={self.num_beams} is for models with an encoder; leave it out")
         engine = self.engine()
+        images = read_images(engine, self.image)
         with self._file() as file:
             if file is None:
-                print_texts(engine, prompts, sampling)
+                print_texts(engine, prompts, sampling, images)
             else:
-                write_records(engine, prompts, sampling, file)
+                write_records(engine, prompts, sampling, file, images)
 
     def _file(self) -> contextlib.AbstractContextManager[TextIO | None]:
         if self.output is None or self.output == "-":
@@ -79,21 +88,31 @@ class Chat(OfEngine, OfSampling, OfChats):
 
     system: str = ""
     """System message."""
+    image: tuple[str, ...] = ()
+    """Image file that the conversation is about; may be repeated."""
 
     def __call__(self) -> None:
         sampling = self.seeded()
         self.check_template()
+        check_images(self.image)
         engine = self.engine()
+        images = read_images(engine, self.image)
         self.say_seed(sampling)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on ctrl-C ends an answer
         template = self.template(engine)
-        room = engine.room_for_prompt(sampling.max_tokens)
+        room = engine.room_for_prompt(sampling.max_tokens) - sum(image.num_tokens - 1 for image in images)
         if room < 1:
             most = sampling.max_tokens + room - 1
             raise ValueError(f"max_tokens={sampling.max_tokens} leaves no room for a prompt; use at most {most}")
         if template is not None:
-            chat(engine, TemplatedConversation(engine, template, room, self.system), sampling)
+            conversation = TemplatedConversation(engine, template, room, self.system, len(images))
+            chat(engine, conversation, sampling, images)
             return
+        if self.image:
+            raise ValueError(
+                f"image={self.image[0]} needs a chat template, which {self.run} has not; use --chat_template=FILE, or "
+                "infer.py generate --image"
+            )
         if self.system:
             raise ValueError(
                 f"system={self.system!r} needs a chat template, which {self.run} has not; use --chat_template=FILE"
@@ -118,14 +137,32 @@ def _prompt(path: str, number: int, line: str) -> str:
     return found
 
 
-def print_texts(engine: "Engine", prompts: Sequence[str], sampling: Sampling) -> None:
+def check_images(paths: Sequence[str]) -> None:
+    """Raises ValueError for what is no file."""
+    for path in paths:
+        if not Path(path).is_file():
+            raise ValueError(f"image={path} is not a file; name an image")
+
+
+def read_images(engine: "Engine", paths: Sequence[str]) -> "list[PromptImage]":
+    return [engine.read_image(Path(path).read_bytes(), f"image={path}") for path in paths]
+
+
+def _encoded(engine: "Engine", prompt: str, images: "Sequence[PromptImage]") -> list[int]:
+    return engine.encode_with_images(prompt, len(images)) if images else engine.encode(prompt)
+
+
+def print_texts(
+    engine: "Engine", prompts: Sequence[str], sampling: Sampling, images: "Sequence[PromptImage]" = ()
+) -> None:
     """Prints each prompt and its continuation, in the order of the prompts."""
     heads = [f"--- {number} of {len(prompts)}\n" if len(prompts) > 1 else "" for number in range(1, len(prompts) + 1)]
     texts = [head + prompt for head, prompt in zip(heads, prompts, strict=True)]
     is_finished = [False] * len(prompts)
     shown = 0  # number of the text that is being printed
     printed = 0  # its characters so far
-    for number, output in _outputs(engine, [engine.encode(prompt) for prompt in prompts], sampling):
+    encoded = [_encoded(engine, prompt, images) for prompt in prompts]
+    for number, output in _outputs(engine, encoded, sampling, images):
         texts[number] += output.text
         is_finished[number] = output.finish_reason is not None
         while shown < len(texts):
@@ -138,15 +175,21 @@ def print_texts(engine: "Engine", prompts: Sequence[str], sampling: Sampling) ->
             print("\n" if shown < len(texts) else "")
 
 
-def write_records(engine: "Engine", prompts: Sequence[str], sampling: Sampling, file: TextIO) -> None:
+def write_records(
+    engine: "Engine",
+    prompts: Sequence[str],
+    sampling: Sampling,
+    file: TextIO,
+    images: "Sequence[PromptImage]" = (),
+) -> None:
     """A line of JSON for each prompt, in their order, as soon as it and those before it have finished."""
-    encoded = [engine.encode(prompt) for prompt in prompts]
+    encoded = [_encoded(engine, prompt, images) for prompt in prompts]
     records: list[dict[str, Any]] = [
         {"prompt": prompt, "text": "", "finish_reason": None, "prompt_tokens": len(tokens), "tokens": 0}
         for prompt, tokens in zip(prompts, encoded, strict=True)
     ]
     written = 0
-    for number, output in _outputs(engine, encoded, sampling):
+    for number, output in _outputs(engine, encoded, sampling, images):
         record = records[number]
         record["text"] += output.text
         record["tokens"] += len(output.tokens)
@@ -172,10 +215,13 @@ def print_written(prompts: Sequence[str], written: Sequence["Written"], file: Te
         print(json.dumps(record, ensure_ascii=False), file=file)
 
 
-def _outputs(engine: "Engine", prompts: Sequence[Sequence[int]], sampling: Sampling) -> "Iterator[tuple[int, Output]]":
+def _outputs(
+    engine: "Engine", prompts: Sequence[Sequence[int]], sampling: Sampling, images: "Sequence[PromptImage]" = ()
+) -> "Iterator[tuple[int, Output]]":
+    """images: of each prompt, the same."""
     from megajax.inference.engine import outputs_of
 
-    return outputs_of(engine, [(prompt, sampling) for prompt in prompts])
+    return outputs_of(engine, [(prompt, sampling) for prompt in prompts], images)
 
 
 # ----------------------------------------------------------------------------- chat
@@ -189,13 +235,14 @@ class Conversation(Protocol):
 
 
 class TemplatedConversation:
-    def __init__(self, engine: "Engine", template: "ChatTemplate", room: int, system: str = ""):
-        """room: tokens that prompts may have."""
+    def __init__(self, engine: "Engine", template: "ChatTemplate", room: int, system: str = "", num_images: int = 0):
+        """room: tokens that prompts may have. num_images: before the first input."""
         self._engine = engine
         self._template = template
         self._room = room
         self._system = [{"role": "system", "content": system}] if system else []
-        self._messages: list[dict[str, str]] = []
+        self._images: list[dict[str, str]] = [{"type": "image"}] * num_images
+        self._messages: list[dict[str, Any]] = []
 
     def ask(self, text: str) -> list[int]:
         messages = [*self._messages, {"role": "user", "content": text}]
@@ -214,8 +261,11 @@ class TemplatedConversation:
             text = text.replace(name, "")
         self._messages.append({"role": "assistant", "content": text})
 
-    def _tokens(self, messages: list[dict[str, str]]) -> list[int]:
-        text = self._template.render([*self._system, *messages], add_generation_prompt=True)
+    def _tokens(self, messages: list[dict[str, Any]]) -> list[int]:
+        first, *later = messages
+        if self._images:
+            first = {**first, "content": [*self._images, {"type": "text", "text": first["content"]}]}
+        text = self._template.render([*self._system, first, *later], add_generation_prompt=True)
         return self._engine.text_tokenizer.encode_template(text)
 
 
@@ -242,7 +292,9 @@ class PlainConversation:
         self._text += text + "\n"
 
 
-def chat(engine: "Engine", conversation: Conversation, sampling: Sampling) -> None:
+def chat(
+    engine: "Engine", conversation: Conversation, sampling: Sampling, images: "Sequence[PromptImage]" = ()
+) -> None:
     """Until an empty line or the end of the input; ctrl-C ends an answer."""
     while line := _read_line():
         try:
@@ -252,7 +304,7 @@ def chat(engine: "Engine", conversation: Conversation, sampling: Sampling) -> No
             continue
         answer = ""
         try:
-            for _, output in _outputs(engine, [tokens], sampling):
+            for _, output in _outputs(engine, [tokens], sampling, images):
                 answer += output.text
                 print(output.text, end="", flush=True)
         except KeyboardInterrupt:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from megajax.data.tokenizers.chat_template import image_text
 from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.inference.config import ServingConfig
 from megajax.inference.device.batches import Batches, Shapes
@@ -268,6 +269,30 @@ class Engine:
                              "give a prompt")  # fmt: skip
         return ids if end is None else ids or [end]
 
+    @property
+    def image_token(self) -> str | None:
+        """The name of the special token that stands for an image; None: the model reads none, or it has no name."""
+        inputs = self.model.config.image_inputs
+        if inputs is None or self.tokenizer is None:
+            return None
+        return next((name for name, number in self.tokenizer.special_tokens.items() if number == inputs.token), None)
+
+    def encode_with_images(self, prompt: str, num_images: int) -> list[int]:
+        """The tokens of a prompt with images: where its text marks their places (image_text), or before it. Raises
+        ValueError for another number of marks, and for a model that reads no images."""
+        if self.image_token is None:
+            raise ValueError("the model has no token that stands for an image; give a prompt without images")
+        marker, text = image_text(self.image_token)
+        pieces = prompt.split(marker)
+        if len(pieces) == 1:
+            pieces = [""] * num_images + pieces
+        if len(pieces) != num_images + 1:
+            raise ValueError(f"the prompt marks {len(pieces) - 1} images with {marker}, and {num_images} are given")
+        tokens = self.encode(pieces[0]) if pieces[0] else list(self._start)
+        for piece in pieces[1:]:
+            tokens += self.text_tokenizer.encode_template(text) + self.text_tokenizer.encode(piece)
+        return tokens
+
     def room_for_prompt(self, max_tokens: int) -> int:
         """Maximum number of prompt tokens that leaves room for max_tokens."""
         return self._max_length - max_tokens
@@ -481,9 +506,14 @@ class Engine:
         return bytes_per_page(self.model, self._sizes) / self._sizes.page_size
 
 
-def outputs_of(engine: Engine, prompts: Items[tuple[Items[int], Sampling]]) -> Iterator[tuple[int, Output]]:
-    """(number of a prompt, what is new) until all have finished. Leaving it cancels what has not."""
-    numbers = {engine.submit(prompt, sampling): number for number, (prompt, sampling) in enumerate(prompts)}
+def outputs_of(
+    engine: Engine, prompts: Items[tuple[Items[int], Sampling]], images: Items[PromptImage] = ()
+) -> Iterator[tuple[int, Output]]:
+    """(number of a prompt, what is new) until all have finished. Leaving it cancels what has not. images: of each
+    prompt, the same."""
+    numbers = {
+        engine.submit(prompt, sampling, images=images): number for number, (prompt, sampling) in enumerate(prompts)
+    }
     try:
         unfinished = sum(sampling.n for _, sampling in prompts)
         while unfinished and engine.has_work:

@@ -95,7 +95,7 @@ class FakeEngine:
     def encode(self, text):
         return list(text.encode())
 
-    def submit(self, prompt, sampling, owner):
+    def submit(self, prompt, sampling, owner, images=()):
         request = Request(list(prompt), sampling, owner=owner)
         self.running[request] = sampling.max_tokens
         return request

@@ -1,14 +1,18 @@
 """Prompts with images: log-probabilities as in training, pages shared by pixels, images that are never cut."""
 
+import base64
 import dataclasses
 import functools
 import io
 
+import httpx2
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megajax.data.tokenizers.chat_template import CHATML, ChatTemplate
+from megajax.data.tokenizers.tokenizer import BytesTokenizer
 from megajax.images.rules import ImageRule
 from megajax.inference.config import ServingConfig
 from megajax.inference.engine import Engine
@@ -19,6 +23,7 @@ from megajax.models.model import Model
 from megajax.models.multimodal import MultimodalConfig
 from megajax.models.tower import TowerConfig
 from megajax.precision import PrecisionConfig
+from servers import serving, wait_until
 
 pytest.importorskip("PIL")
 IMAGE = 50
@@ -204,3 +209,51 @@ def test_what_does_not_fit_is_refused():
         ValueError, match="image 0 of 33 x 20 pixels has 8 results of the tower, more than image_tokens=4"
     ):
         narrow.submit([IMAGE, 1], sampling, images=[narrow.read_image(picture(0, 20, 33))])
+
+
+# ----------------------------------------------------------------------------- chats
+
+
+@pytest.fixture(scope="module")
+def url():
+    """Of a server for a model that reads images, whose chat template writes texts."""
+    model = Model(dataclasses.replace(MODELS["squash"], vocab_size=258, image_token=257), FLOAT32)
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    settings = ServingConfig(max_rows=2, max_batch_tokens=32, page_size=16, num_pages=32, max_length=256)
+    of_images = Engine(model, model.init(1), mesh, BytesTokenizer(("<image>",)), serving=settings)
+    with serving(of_images, template=ChatTemplate(CHATML, {}, (), "<image>")) as found:
+        wait_until(lambda: httpx2.get(found + "/health").status_code == 200)
+        yield found
+
+
+def asked(url: str, *parts, **options) -> httpx2.Response:
+    body = dict(messages=[{"role": "user", "content": list(parts)}], temperature=0, max_tokens=4, logprobs=True)
+    return httpx2.post(url + "/v1/chat/completions", json=body | options, timeout=60)
+
+
+def in_uri(number: int) -> dict:
+    data = base64.b64encode(picture(number, 20, 33)).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+QUESTION = {"type": "text", "text": "what?"}
+
+
+def test_a_chat_has_images(url):
+    answers = [asked(url, in_uri(number), QUESTION).json() for number in (1, 1, 2)]
+    same, again, other = [answer["choices"][0]["logprobs"]["content"][0]["logprob"] for answer in answers]
+    assert same == again and abs(same - other) > 1e-4
+    without = asked(url, QUESTION).json()
+    assert answers[0]["usage"]["prompt_tokens"] == without["usage"]["prompt_tokens"] + 4 + len("\n")
+
+
+@pytest.mark.parametrize("part, message", [
+    ({"type": "image_url", "image_url": {"url": "http://example.com/a.png"}}, "other URLs are not fetched"),
+    ({"type": "image_url", "image_url": {"url": "data:image/png;base64,!!"}}, "is not base64"),
+    ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "messages: image 0: no image"),
+    ({"type": "input_audio"}, "only parts of the types text and image_url"),
+    ({"type": "text", "text": "<image>"}, "spells the special token <image>"),
+])  # fmt: skip
+def test_other_parts_are_refused(url, part, message):
+    answer = asked(url, part, QUESTION)
+    assert answer.status_code == 400 and message in answer.json()["error"]["message"]

@@ -114,7 +114,7 @@ class Backwards:
     def encode(self, text):
         return list(text.encode())
 
-    def submit(self, prompt, sampling):
+    def submit(self, prompt, sampling, images=()):
         from megajax.inference.scheduling.work import Request
 
         self.asked.append(bytes(prompt).decode())

@@ -39,9 +39,10 @@ class ChatTemplate:
     text in other forms, such as `User:`, the author cannot be determined. Pickles as its arguments. Raises ValueError
     if the template cannot be compiled. Time and memory of a rendering are limited (megajax/data/tokenizers/sandbox.py).
 
-    image_token: written once for each part {"type": "image"} of a message whose content is a list of parts. A template
-    that writes this token itself, as those of vision-language models do, gets all contents as lists. Any other gets
-    them as text, in which an image is the token, and a newline if something follows. None: contents are passed on.
+    image_token: written once (image_text says how) for each part {"type": "image"} of a message whose content is a list
+    of parts. A template that writes this token itself, as those of vision-language models do, gets all contents as
+    lists. Any other gets them as text, in which an image is the token, and a newline if something follows. None:
+    contents are passed on.
     """
 
     def __init__(
@@ -60,7 +61,9 @@ class ChatTemplate:
         self.source = source
         self.variables = dict(variables)
         self.image_token = image_token
-        self.special_tokens = tuple(dict.fromkeys([*special_tokens, *([image_token] if image_token else [])]))
+        self._marker, self._image_text = image_text(image_token) if image_token else ("", "")
+        of_images = [image_token, self._marker] if image_token else []
+        self.special_tokens = tuple(dict.fromkeys([*special_tokens, *of_images]))
         text = json.dumps([source, self.variables], sort_keys=True)
         self.identity = hashlib.sha256(text.encode()).hexdigest()
         extensions = ["jinja2.ext.loopcontrols", Generation]
@@ -74,7 +77,7 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ValueError(f"chat template: {' '.join(str(error).split())}") from None
         self._takes_parts = True
-        self._takes_parts = image_token is not None and self._writes(image_token)
+        self._takes_parts = image_token is not None and self._writes(self._marker)
 
     def __reduce__(self):
         return type(self), (self.source, self.variables, self.special_tokens, self.image_token)
@@ -85,7 +88,12 @@ class ChatTemplate:
         text = self._render(messages, tools, add_generation_prompt)
         if name := self._forged(text):
             raise ValueError(self._describe_forged(name, messages, tools, add_generation_prompt))
-        return str.__str__(text)
+        return self._finished(text)
+
+    def _finished(self, text: str) -> str:
+        """With what stands for an image in the place of its marker."""
+        text = str.__str__(text)
+        return text.replace(self._marker, self._image_text) if self._marker else text
 
     def _render(self, messages: Sequence[Mapping], tools: Any, add_generation_prompt: bool) -> "Text":
         from megajax.data.tokenizers.provenance import Text, literal
@@ -121,15 +129,15 @@ class ChatTemplate:
         pieces = []
         for number, part in enumerate(content, 1):
             is_image = part["type"] == "image"
-            pieces.append(literal(self.image_token or "") if is_image else part["text"])
+            pieces.append(literal(self._marker) if is_image else part["text"])
             pieces.append("\n" if is_image and number < len(content) else "")
         return {**message, "content": join(pieces)}
 
-    def _writes(self, image_token: str) -> bool:
-        """Whether the template writes the token for the image of a message."""
+    def _writes(self, marker: str) -> bool:
+        """Whether the template writes the marker for the image of a message."""
         message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}
         try:
-            return self._render([message], None, False).count(image_token) == 1
+            return self._render([message], None, False).count(marker) == 1
         except ValueError:  # from a template that expects text
             return False
 
@@ -176,7 +184,8 @@ class ChatTemplate:
         to the end of the turn. Raises ValueError if there is none, or if the rendering of the first messages is not a
         prefix of the whole, so that the answer cannot be located.
         """
-        whole = self.render(messages, tools=tools)
+        self.render(messages, tools=tools)  # refuses what is forged
+        whole = self._render(messages, tools, False)
         spans = []
         done = 0
         for number, message in enumerate(messages):
@@ -194,7 +203,24 @@ class ChatTemplate:
             done = len(after)
         if not spans:
             raise ValueError("the conversation has no message with the role assistant to learn from")
-        return spans + [whole[done:]] if done < len(whole) else spans
+        spans += [whole[done:]] if done < len(whole) else []
+        return [self._finished(span) for span in spans]
+
+
+# Where the template writes another token for an image than the one that stands for it in the tokens: (that token, the
+# text in its place), as the processors of Gemma 3 and InternVL have it.
+IMAGE_TEXTS = {
+    "<image_soft_token>": (
+        "<start_of_image>",
+        "\n\n<start_of_image><image_soft_token><end_of_image>\n\n",
+    ),
+    "<IMG_CONTEXT>": ("<IMG_CONTEXT>", "<img><IMG_CONTEXT></img>"),
+}
+
+
+def image_text(image_token: str) -> tuple[str, str]:
+    """(what marks the place of an image in a text, what the model reads there, with the image token once)."""
+    return IMAGE_TEXTS.get(image_token, (image_token, image_token))
 
 
 def load_chat_template(tokenizer: Tokenizer, path: str | None = None, image_token: str | None = None) -> ChatTemplate:

@@ -25,6 +25,7 @@ from megajax.data.tokenizers.chat_template import ChatTemplate
 from megajax.data.tokenizers.tokenizer import configured_tokens, longest_token
 from megajax.inference.engine import Engine
 from megajax.inference.load import OpenedModel
+from megajax.inference.scheduling.images import PromptImage
 from megajax.inference.server import protocol
 from megajax.inference.server.answers import ChatAnswer, CompletionAnswer, TokenTexts
 from megajax.inference.server.config import ServerConfig
@@ -194,17 +195,34 @@ class Server:
         self._check_model(body.model)
         tools = body.tools if body.tool_choice != "none" else None
         prompt = await self._render(len(content), body.messages, tools, True)
-        max_tokens = body.max_completion_tokens or body.max_tokens or max(self._max_length - len(prompt), 1)
+        images = await self._read_images(protocol.images_of(body.messages))
+        num_tokens = len(prompt) + sum(image.num_tokens - 1 for image in images)
+        max_tokens = body.max_completion_tokens or body.max_tokens or max(self._max_length - num_tokens, 1)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         sampling = body.sampling(self.config.sampling, max_tokens, logprobs)
-        generation = await self._start(request, [prompt], sampling)
+        generation = await self._start(request, [prompt], sampling, [images])
         answer = ChatAnswer(generation, self.config.model_name, self._texts, bool(body.return_token_ids))
         return await answered(generation, answer, body)
 
-    async def _start(self, request: Request, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Generation:
+    async def _read_images(self, files: Sequence[bytes]) -> list[PromptImage]:
+        """Raises Refused for an image that cannot be read, and for a model that reads none."""
+
+        def read() -> list[PromptImage]:
+            return [self.engine.read_image(data, f"messages: image {number}") for number, data in enumerate(files)]
+
+        return await self._work(LONG_WORK + 1, read) if files else []
+
+    async def _start(
+        self,
+        request: Request,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        images: Sequence[Sequence[PromptImage]] = (),
+    ) -> Generation:
+        """images: of each prompt; none of any if empty."""
         with refusing_values():
             state = request.state
-            state.generation = await self.replicas.generate(prompts, sampling, state.deadline, state.client)
+            state.generation = await self.replicas.generate(prompts, sampling, state.deadline, state.client, images)
         return state.generation
 
     async def _encode(self, text: str, field: str) -> list[int]:
@@ -234,7 +252,7 @@ class Server:
                 f"the model {self.config.model_name} has no chat template: use /v1/completions, or start the server "
                 "with --chat_template=FILE",
             )
-        self._check_characters(sum(len(message["content"]) for message in messages), "messages")
+        self._check_characters(sum(len(protocol.text_of(message)) for message in messages), "messages")
         render = functools.partial(self.template.render, tools=tools, add_generation_prompt=add_generation_prompt)
         text = await self._work(size, render, messages)
         self._check_characters(len(text), "messages")

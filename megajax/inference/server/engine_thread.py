@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from megajax.inference.device.warm_up import Stage
 from megajax.inference.engine import Engine, Output, Request, Stats
+from megajax.inference.scheduling.images import PromptImage
 from megajax.inference.scheduling.waiting import Owner
 from megajax.inference.tokens.sampling import Sampling
 
@@ -183,11 +184,13 @@ class EngineThread:
         sampling: Sampling,
         deadline: float | None = None,
         client: Hashable = None,
+        images: Sequence[Sequence[PromptImage]] = (),
     ) -> Generation:
         """Returns when the engine has accepted all prompts.
 
-        deadline: time of the event loop. client: clients take turns. Raises ValueError for a prompt or a setting that
-        the engine refuses, Overloaded, NotReady, and TimeoutError at the deadline.
+        deadline: time of the event loop. client: clients take turns. images: of each prompt (Engine.submit). Raises
+        ValueError for a prompt or a setting that the engine refuses, Overloaded, NotReady, and TimeoutError at the
+        deadline.
         """
         self.check_ready()
         check_room(self.num_open, prompts, sampling, self._max_requests)
@@ -195,7 +198,7 @@ class EngineThread:
         self._open.add(generation)
         try:
             async with asyncio.timeout_at(deadline):
-                await self.call(lambda: self._submit(generation, prompts, Owner(client, generation)))
+                await self.call(lambda: self._submit(generation, prompts, Owner(client, generation), images))
         except BaseException:
             self._close(generation)
             raise
@@ -309,9 +312,16 @@ class EngineThread:
                 command()
             self.stats = self.engine.stats()
 
-    def _submit(self, generation: Generation, prompts: Sequence[Sequence[int]], owner: Owner) -> None:
+    def _submit(
+        self,
+        generation: Generation,
+        prompts: Sequence[Sequence[int]],
+        owner: Owner,
+        images: Sequence[Sequence[PromptImage]],
+    ) -> None:
         for number, prompt in enumerate(prompts):
-            request = self.engine.submit(prompt, generation.sampling, owner)
+            of_prompt = images[number] if images else ()
+            request = self.engine.submit(prompt, generation.sampling, owner, of_prompt)
             self._owners[request.id] = generation, number
             generation.requests.append(request)
 

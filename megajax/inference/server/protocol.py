@@ -4,10 +4,11 @@ https://platform.openai.com/docs/api-reference. Unknown fields are refused, so t
 those in `Request` that do not concern the answer.
 """
 
+import base64
 import contextlib
 import json
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -170,15 +171,16 @@ class CompletionRequest(Request):
 
 
 def _plain_message(number: int, message: dict[str, Any]) -> dict[str, Any]:
-    """The message as chat templates expect it: content as one text, arguments of tool calls as objects."""
+    """The message as chat templates expect it: content as one text, or with images as a list of parts, arguments of
+    tool calls as objects."""
     if not isinstance(message.get("role"), str):
         raise ValueError(f"[{number}] needs a role")
     plain = dict(message)
     content = message.get("content")
     if isinstance(content, list):
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise ValueError(f"[{number}].content: only parts of the type text are supported")
-        plain["content"] = "".join(part["text"] for part in content)
+        parts = [_plain_part(number, part) for part in content]
+        has_images = any(part["type"] == "image" for part in parts)
+        plain["content"] = parts if has_images else "".join(part["text"] for part in parts)
     elif content is None:
         plain["content"] = ""
     elif not isinstance(content, str):
@@ -188,6 +190,38 @@ def _plain_message(number: int, message: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"[{number}].tool_calls must be a list")
         plain["tool_calls"] = [_with_arguments(number, call) for call in calls]
     return plain
+
+
+def _plain_part(number: int, part: Any) -> dict[str, Any]:
+    """-> {"type": "text", "text"} or {"type": "image", "data": bytes}."""
+    if isinstance(part, dict) and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    url = part.get("image_url") if isinstance(part, dict) else None
+    url = url.get("url") if isinstance(url, dict) else url
+    if not isinstance(url, str):
+        raise ValueError(f"[{number}].content: only parts of the types text and image_url are supported")
+    kind, comma, data = url.partition(",")
+    if not kind.startswith("data:image/") or not kind.endswith(";base64") or not comma:
+        raise ValueError(
+            f"[{number}].content: image_url={url[:40]!r}... must be data:image/TYPE;base64,DATA; other URLs are not "
+            "fetched"
+        )
+    try:
+        return {"type": "image", "data": base64.b64decode(data, validate=True)}
+    except ValueError:
+        raise ValueError(f"[{number}].content: the data of image_url is not base64") from None
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """Of the content of a message of `Messages`."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def images_of(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
+    """The image files in messages of `Messages`, in their order."""
+    contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
+    return [part["data"] for content in contents for part in content if part["type"] == "image"]
 
 
 def _with_arguments(number: int, call: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from megajax.inference.engine import Engine, Stats
 from megajax.inference.load import OpenedModel
+from megajax.inference.scheduling.images import PromptImage
 from megajax.inference.server.engine_thread import EngineThread, Generation, Observer, check_room
 from megajax.inference.tokens.sampling import Sampling
 
@@ -54,12 +55,13 @@ class Replicas:
         sampling: Sampling,
         deadline: float | None = None,
         client: Hashable = None,
+        images: Sequence[Sequence[PromptImage]] = (),
     ) -> Generation:
         """As EngineThread. The prompts of one request share pages, so they go to the same engine."""
         self.check_ready()
         check_room(sum(thread.num_open for thread in self._threads), prompts, sampling, self._max_requests)
         idlest = min(self._threads, key=lambda thread: thread.num_open)
-        return await idlest.generate(prompts, sampling, deadline, client)
+        return await idlest.generate(prompts, sampling, deadline, client, images)
 
     async def load(self, opened: Callable[[Engine], OpenedModel]) -> None:
         """New weights for all engines, between two of their steps, after they were checked. Raises NotReady, and
