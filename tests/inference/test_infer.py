@@ -152,7 +152,7 @@ def test_each_call_draws_a_seed_and_says_how_to_repeat_it(monkeypatch, caplog):
     decoder = SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(reads_source=False)))
     monkeypatch.setattr("megajax.weights.sources.open_source", lambda *_: decoder)
     monkeypatch.setattr(OfEngine, "engine", lambda options: Backwards())
-    monkeypatch.setattr(generation, "print_texts", lambda engine, prompts, sampling: used.append(sampling.seed))
+    monkeypatch.setattr(generation, "print_texts", lambda engine, prompts, sampling, images: used.append(sampling.seed))
     for _ in range(3):
         infer.main(["generate", "--run=x", "--prompt=x"])
     assert len(set(used)) == 3
