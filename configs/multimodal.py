@@ -1,11 +1,15 @@
 """Models that read images: LLaVA, Gemma 3, Qwen-VL."""
 
+import dataclasses
+
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config
 from megajax.data.config import DataConfig
-from megajax.images.processor_files import HALF
+from megajax.images.processor_files import HALF, PROCESSORS
 from megajax.images.rules import ImageRule
+from megajax.layers.attention.rope import RopeConfig
 from megajax.mesh.config import MeshConfig
+from megajax.models.execution import ExecutionConfig
 from megajax.models.multimodal import MultimodalConfig
 from megajax.models.tower import TowerConfig
 from megajax.optim.config import OptimizerConfig
@@ -59,4 +63,173 @@ def vlm_tiny() -> Config:
             eval_steps=8,
         ),
         checkpoint=CheckpointConfig(every_steps=100),
+    )
+
+
+def llava_7b() -> Config:
+    """LLaVA-1.5 7B (Liu et al. 2023, https://arxiv.org/abs/2310.03744): Vicuna with CLIP-L/14 at 336 pixels, whose last
+    layer is not used; 576 tokens an image.
+
+    Hardware: 8 GPUs of 80 GB. Data: preprocess --conversations --image_token='<image>'. With the weights:
+    --config=hugging_face:DIR.
+    Command: python train.py --config=llava_7b --data.paths=PREFIX
+    """
+    return Config(
+        model=MultimodalConfig(
+            num_layers=32,
+            embed_dim=4096,
+            num_heads=32,
+            mlp_dim=11008,
+            vocab_size=32064,
+            position="rope",
+            max_positions=4096,
+            norm="rmsnorm",
+            norm_epsilon=1e-5,
+            activation="swiglu",
+            biases=(),
+            tied_embeddings=False,
+            image_token=32000,
+            vision=TowerConfig(
+                num_layers=23,
+                embed_dim=1024,
+                num_heads=16,
+                mlp_dim=4096,
+                activation="quick_gelu",
+                norm_epsilon=1e-5,
+                image=dataclasses.replace(PROCESSORS["CLIPImageProcessor"], size=336, patch_size=14, merge=1),
+                patch_bias=False,
+                class_token=True,
+                table=24,
+                embedding_norm=True,
+                final_norm=False,
+                project_dim=4096,
+                blocks=4,
+                patches=640,
+            ),
+        ),
+        mesh=MeshConfig(fsdp=8),
+        data=DataConfig(source="indexed"),
+        task=Conversations(on_misfit="skip"),
+        execution=ExecutionConfig(recompute="selective"),
+        optimizer=OptimizerConfig(learning_rate=2e-5, min_learning_rate=2e-6, warmup_steps=150, weight_decay=0.0),
+        training=TrainingConfig(
+            steps=5000, global_batch_size=128, microbatch_size=8, sequence_length=2048, eval_every_steps=500
+        ),
+    )
+
+
+def gemma3_4b() -> Config:
+    """Gemma 3 4B (Gemma Team 2025, https://arxiv.org/abs/2503.19786): SigLIP at 896 pixels, 4,096 patches averaged to
+    256 tokens, which see each other.
+
+    Hardware: 8 GPUs of 80 GB. Command: python train.py --config=gemma3_4b --data.paths=PREFIX
+    """
+    return Config(
+        model=MultimodalConfig(
+            num_layers=34,
+            pattern="w5f",
+            embed_dim=2560,
+            num_heads=8,
+            num_kv_heads=4,
+            head_dim=256,
+            mlp_dim=10240,
+            vocab_size=262208,
+            position="rope",
+            max_positions=131072,
+            rope=RopeConfig(base=1e6, local_base=1e4, scaling="linear", factor=8.0),
+            norm="rmsnorm_1p",
+            norm_epsilon=1e-6,
+            norm_placement="sandwich",
+            qk_norm=True,
+            activation="geglu_tanh",
+            biases=(),
+            window=1024,
+            attention_multiplier=1 / 16,
+            embedding_multiplier=2560**0.5,
+            image_token=262144,
+            image_attention="bidirectional",
+            vision=TowerConfig(
+                num_layers=27,
+                embed_dim=1152,
+                num_heads=16,
+                mlp_dim=4304,
+                image=dataclasses.replace(PROCESSORS["Gemma3ImageProcessor"], size=896, patch_size=14, merge=4),
+                table=64,
+                merged_by_mean=True,
+                project_norm="merged",
+                project_norm_kind="rmsnorm_1p",
+                project_bias=False,
+                blocks=4,
+                patches=4096,
+            ),
+        ),
+        mesh=MeshConfig(fsdp=8),
+        data=DataConfig(source="indexed"),
+        task=Conversations(on_misfit="skip"),
+        execution=ExecutionConfig(recompute="selective"),
+        optimizer=OptimizerConfig(learning_rate=1e-5, min_learning_rate=1e-6, warmup_steps=150),
+        training=TrainingConfig(
+            steps=5000, global_batch_size=64, microbatch_size=8, sequence_length=4096, eval_every_steps=500
+        ),
+    )
+
+
+def qwen3_vl_8b() -> Config:
+    """Qwen3-VL 8B (Qwen Team 2025): images at their own size, deep layers of the tower added to the first layers of the
+    text, positions of time, row and column.
+
+    Hardware: 8 GPUs of 80 GB. Command: python train.py --config=qwen3_vl_8b --data.paths=PREFIX
+    """
+    return Config(
+        model=MultimodalConfig(
+            num_layers=36,
+            embed_dim=4096,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            mlp_dim=12288,
+            vocab_size=151936,
+            position="rope",
+            max_positions=262144,
+            rope=RopeConfig(base=5e6, sections=(24, 20, 20), sections_interleaved=True),
+            norm="rmsnorm",
+            norm_epsilon=1e-6,
+            qk_norm=True,
+            activation="swiglu",
+            biases=(),
+            tied_embeddings=False,
+            image_token=151655,
+            vision=TowerConfig(
+                num_layers=27,
+                embed_dim=1152,
+                num_heads=16,
+                mlp_dim=4304,
+                image=dataclasses.replace(
+                    PROCESSORS["Qwen2VLImageProcessor"],
+                    patch_size=16,
+                    merge=2,
+                    min_pixels=2**16,
+                    max_pixels=2**20,
+                    mean=HALF,
+                    std=HALF,
+                ),
+                frames=2,
+                table=48,
+                rotary=True,
+                final_norm=False,
+                project_norm="patch",
+                project_dim=4608,
+                deep_layers=(8, 16, 24),
+                blocks=4,
+                patches=4096,
+            ),
+        ),
+        mesh=MeshConfig(fsdp=8),
+        data=DataConfig(source="indexed"),
+        task=Conversations(on_misfit="skip"),
+        execution=ExecutionConfig(recompute="selective"),
+        optimizer=OptimizerConfig(learning_rate=1e-5, min_learning_rate=1e-6, warmup_steps=150),
+        training=TrainingConfig(
+            steps=5000, global_batch_size=64, microbatch_size=8, sequence_length=8192, eval_every_steps=500
+        ),
     )

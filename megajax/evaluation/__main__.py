@@ -1,8 +1,9 @@
-"""Evaluates a model: python -m megajax.evaluation {perplexity,lambada,wikitext,lm_eval} --run=DIR [options]
+"""Evaluates a model: python -m megajax.evaluation {perplexity,lambada,wikitext,questions,lm_eval} --run=DIR [options]
 
   perplexity  perplexity and bits per byte of text or .bin/.idx files: --text=FILE ... --tokens=PREFIX ...
   lambada     how often the last word of a passage is predicted: --data=FILE.jsonl [--strict]
   wikitext    perplexity per token and per word of a file of WikiText: --data=FILE
+  questions   short answers, also about images: --data=FILE.jsonl --metric=NAME [--images=DIR]
   lm_eval     tasks of lm-eval: --tasks=NAME,NAME; needs pip install 'megajax[evaluation]'
 
 DIR is a run or a Hugging Face folder. Prints a JSON object. --watch evaluates all checkpoints of a run, also those that
@@ -18,6 +19,7 @@ from typing import Any, Literal
 
 from megajax.data.indexed.dataset import prefix_of
 from megajax.evaluation.perplexity import Totals, check_files, perplexity
+from megajax.evaluation.questions import Images, evaluate_questions, read_questions
 from megajax.evaluation.text_model import TextModel
 from megajax.evaluation.watch import to_json, watch
 from megajax.evaluation.zero_shot import lambada, wikitext
@@ -160,6 +162,32 @@ class Wikitext(Evaluation):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Questions(Evaluation):
+    """Questions with short answers, also about images."""
+
+    data: str
+    """File of JSON lines with question, answers and, where it is about one, image."""
+    metric: Literal["exact_match", "vqa_accuracy", "anls", "relaxed_accuracy"] = "exact_match"
+    """How an answer is compared with those in the file."""
+    images: str | None = None
+    """Folder of the images; default: that of the file."""
+    look: Images = "own"
+    """What the model sees: the images of the question, those of the next one (exchanged), or grey ones."""
+    instruction: str = ""
+    """A line after each question."""
+    max_tokens: int = 32
+    """Of an answer."""
+    limit: int | None = None
+    """Ask only the first N questions."""
+
+    def task(self) -> Task:
+        _check_data(self.data)
+        questions = read_questions(self.data, self.images, self.limit)
+        how = dict(instruction=self.instruction, max_tokens=self.max_tokens, images=self.look)
+        return lambda model: evaluate_questions(model, questions, self.metric, **how)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LmEval(Evaluation):
     """Tasks of lm-eval."""
 
@@ -185,7 +213,13 @@ class LmEval(Evaluation):
         return lambda model: evaluate(model, tasks, **{name: getattr(self, name) for name in names})
 
 
-TASKS = {"perplexity": Perplexity, "lambada": Lambada, "wikitext": Wikitext, "lm_eval": LmEval}
+TASKS = {
+    "perplexity": Perplexity,
+    "lambada": Lambada,
+    "wikitext": Wikitext,
+    "questions": Questions,
+    "lm_eval": LmEval,
+}
 
 
 def _check_data(path: str) -> None:

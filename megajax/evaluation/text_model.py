@@ -85,13 +85,13 @@ class TextModel:
         """Continues with the weights of another step of the same run; nothing is compiled again."""
         assert isinstance(self.source, SavedStep), self.source
         self._opened = dataclasses.replace(self._opened, source=open_source(self.source.run_dir, step))
-        has_engine = "_engine" in self.__dict__
+        has_engine = "engine" in self.__dict__
         self.scorer.params = {}  # frees the memory of the old weights
         if has_engine:
-            self._engine.params = {}
+            self.engine.params = {}
         self.scorer.params = self._opened.restore()
         if has_engine:
-            self._engine.use(self.scorer.params)
+            self.engine.use(self.scorer.params)
 
     # ------------------------------------------------------------------ tokens
 
@@ -183,7 +183,7 @@ class TextModel:
     # ------------------------------------------------------------------ generation
 
     @functools.cached_property
-    def _engine(self) -> Engine:
+    def engine(self) -> Engine:
         scorer = self.scorer
         serving = ServingConfig(max_length=self.max_length)
         return Engine(scorer.model, scorer.params, scorer.mesh, self.tokenizer, serving=serving)
@@ -209,7 +209,7 @@ class TextModel:
             tokens = self.encode(context, is_rendered=is_rendered) or self.prefix
             prompts.append((tokens[-room:], sampling))
         new: list[list[int]] = [[] for _ in prompts]
-        for number, output in outputs_of(self._engine, prompts):
+        for number, output in outputs_of(self.engine, prompts):
             new[number] += output.tokens
         return [
             _until(self._text_after(tokens, found), sampling.stop)
