@@ -1,6 +1,7 @@
 """Folders written by hand: what transformers would write, without torch."""
 
 import functools
+import itertools
 import json
 import logging
 import zlib
@@ -11,7 +12,9 @@ import pytest
 import safetensors.numpy
 import tokenizers
 
+from megajax.images.layout import TEXT
 from megajax.models.model import Model
+from megajax.models.multimodal import MultimodalConfig
 from megajax.precision import PrecisionConfig
 from megajax.weights.hugging_face.export import export_run
 from megajax.weights.hugging_face.folder import Folder
@@ -58,12 +61,15 @@ def write_folder(folder, options: dict, tensors: dict[str, np.ndarray]) -> None:
 
 
 def write_described(folder, entry: dict) -> None:
-    """entry: {"options": config.json, "tensors": {name: [shape, mean]}}; the weights are drawn by their names."""
+    """entry: {"options": config.json, "tensors": {name: [shape, mean]}}; the weights are drawn by their names. For models
+    that read images also "processor": preprocessor_config.json."""
     tensors = {}
     for name, (shape, mean) in entry["tensors"].items():
         rng = np.random.default_rng(zlib.crc32(name.encode()))
         tensors[name] = (mean + 0.15 * rng.standard_normal(shape)).astype(np.float32)
     write_folder(folder, entry["options"], tensors)
+    if "processor" in entry:
+        (folder / "preprocessor_config.json").write_text(json.dumps(entry["processor"]))
 
 
 @pytest.fixture(scope="session")
@@ -82,7 +88,10 @@ def transformers():
 class Theirs:
     """The model of a folder in float32, as transformers loads it without a word of warning."""
 
-    def __init__(self, transformers, folder, *, may_warn: bool = False):
+    auto_class = "AutoModelForCausalLM"
+
+    def __init__(self, transformers, folder, *, may_warn: bool = False, may_lack: tuple[str, ...] = ()):
+        """may_lack: ends of names of tensors."""
         import torch
 
         records = []
@@ -91,13 +100,15 @@ class Theirs:
         logger = logging.getLogger("transformers")
         logger.addHandler(handler)
         try:
-            self.model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            self.model, info = getattr(transformers, self.auto_class).from_pretrained(
                 folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
             )
         finally:
             logger.removeHandler(handler)
         parameters = dict(self.model.named_parameters())
-        info["missing_keys"] = [name for name in info["missing_keys"] if parameters[name].numel()]
+        info["missing_keys"] = [
+            name for name in info["missing_keys"] if parameters[name].numel() and not name.endswith(may_lack)
+        ]
         assert not any(info.values()), info
         warnings = [message for message in (r.getMessage() for r in records) if "newly initialized" not in message]
         assert may_warn or not warnings
@@ -110,9 +121,145 @@ class Theirs:
             return self.model(torch.tensor(ids, dtype=torch.long)).logits.numpy()
 
 
+class TheirMultimodal(Theirs):
+    """Reads images, prepared by the image processor of the folder; in float64, so that only our rounding counts."""
+
+    auto_class = "AutoModelForImageTextToText"
+
+    def __init__(self, transformers, folder, **how):
+        super().__init__(transformers, folder, **how)
+        self.model.double()
+        self.processor = transformers.AutoImageProcessor.from_pretrained(folder)
+
+    def logits(self, ids: list[int], images: list) -> np.ndarray:
+        """ids: one token for each image -> [T, V], with as many tokens for each as the model makes of it."""
+        import torch
+
+        config = self.model.config
+        image_token = getattr(config, "image_token_id", None) or config.image_token_index
+        inputs = self._prepared(images) if images else {}
+        counts = [self._num_tokens(image) for image in images]
+        spread = []
+        for token in ids:
+            spread += [token] * (counts.pop(0) if token == image_token else 1)
+        tokens = torch.tensor([spread])
+        types = (tokens == image_token).int()
+        if config.model_type == "gemma3":
+            inputs["token_type_ids"] = types
+        if config.model_type.startswith("qwen"):
+            inputs["mm_token_type_ids"] = types
+        with torch.no_grad():
+            found = self.model(input_ids=tokens, attention_mask=torch.ones_like(tokens), **inputs)
+        return found.logits[0].float().numpy()
+
+    def _prepared(self, images: list) -> dict:
+        found = self.processor(images, return_tensors="pt")
+        names = found.keys() & {"pixel_values", "image_sizes", "image_grid_thw"}
+        return {name: found[name].double() if name == "pixel_values" else found[name] for name in names}
+
+    def _num_tokens(self, image) -> int:
+        import torch
+
+        with torch.no_grad():
+            found = self.model.get_image_features(**self._prepared([image])).pooler_output
+        return sum(len(features.flatten(0, -2)) for features in found)
+
+
 @pytest.fixture(scope="session")
 def load_theirs(transformers):
     return functools.partial(Theirs, transformers)
+
+
+@pytest.fixture(scope="session")
+def load_their_multimodal(transformers):
+    return functools.partial(TheirMultimodal, transformers)
+
+
+def noise(height: int, width: int):
+    """An image of which every pixel differs from the others."""
+    from PIL import Image
+
+    rng = np.random.default_rng(height * 1000 + width)
+    return Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8))
+
+
+@pytest.fixture(scope="session")
+def draw_noise():
+    pytest.importorskip("PIL")
+    return noise
+
+
+class ImageRow:
+    """The row of a batch with the conversations that are added to it, one after another."""
+
+    def __init__(self, config: MultimodalConfig, length: int, *, one_view_a_block: bool = False):
+        """one_view_a_block: else as many as it holds."""
+        self.config = config
+        self.one_view_a_block = one_view_a_block
+        arrays = config.inputs(length, packed=True)
+        self.arrays = {name: np.zeros(array.shape, array.dtype) for name, array in arrays.items()}
+        self.arrays["image_index"][:] = TEXT
+        self.used = np.zeros(config.vision.blocks, int)
+        self.num_views = 0
+        self.num_images = 0
+        self.end = 0
+
+    def add(self, ids: list[int], images: list) -> None:
+        """ids: one image_token for each image."""
+        start = self.end
+        segment = self.arrays["segment_ids"].max() + 1
+        position = 0
+        images = iter(images)
+        for token in ids:
+            if token == self.config.image_token:
+                self.num_images += 1
+                index, offsets, advance = self._add_image(next(images))
+                block = self.num_images
+            else:
+                index, offsets, advance, block = np.array([TEXT]), np.zeros((1, 3), np.int32), 1, 0
+            here = slice(self.end, self.end + len(index))
+            values = {
+                "tokens": token, "image_index": index, "segment_ids": segment, "block_ids": block,
+                "positions": np.arange(here.start, here.stop) - start, "position_ids": position + offsets,
+            }  # fmt: skip
+            for name, array in self.arrays.items():
+                if name in values:
+                    array[here] = values[name]
+            self.end = here.stop
+            position += advance
+
+    def _add_image(self, image) -> tuple[np.ndarray, np.ndarray, int]:
+        """-> image_index of its tokens, their places from that of the image, positions that it takes."""
+        vision = self.config.vision
+        layout = vision.layouts.of(image.height, image.width)
+        pixels = vision.layouts.pixels(layout, vision.image.pixels(image))
+        starts = [int(np.argmax(layout.places[:, 0] == view)) for view in range(1, layout.num_views + 1)]
+        results = np.zeros(len(layout.places) // vision.merged, np.int32)
+        for start, stop in itertools.pairwise([*starts, len(layout.places)]):
+            self.num_views += 1
+            block, at = self._take(stop - start)
+            places = layout.places[start:stop].copy()
+            places[:, 0] = np.where(places[:, 0] > 0, self.num_views, 0)
+            self.arrays["patch_places"][block, at : at + len(places)] = places
+            self.arrays["patches"][block, at : at + len(places)] = pixels[start:stop]
+            first = (block * vision.patches + at) // vision.merged
+            results[start // vision.merged : stop // vision.merged] = first + np.arange((stop - start) // vision.merged)
+        return np.where(layout.index < 0, layout.index, results[layout.index]), layout.offsets, layout.advance
+
+    def _take(self, num_patches: int) -> tuple[int, int]:
+        """-> a block with place for them, and their place."""
+        free = 0 if self.one_view_a_block else self.config.vision.patches - num_patches
+        block = int(np.argmax(self.used <= free))
+        at = int(self.used[block])
+        assert at <= free
+        self.used[block] += num_patches
+        return block, at
+
+
+@pytest.fixture(scope="session")
+def image_row():
+    pytest.importorskip("PIL")
+    return ImageRow
 
 
 def come_back(folder, tmp_path, copies=()) -> None:

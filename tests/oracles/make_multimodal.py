@@ -1,0 +1,137 @@
+"""Writes multimodal.npz: small random models of transformers that read images, and their logits.
+
+    pip install -e '.[parity,images]'
+    python tests/oracles/make_multimodal.py
+
+Last run with transformers 5.23.0 and torch 2.15.0. Only config.json, preprocessor_config.json and the shapes of the
+tensors are recorded: the weights are drawn by their names, images by their sizes. For each NAME the file has
+NAME/PROMPT, logits [T, V] of transformers in float64, rounded to float32. tests/weights/hugging_face/test_multimodal.py
+compares.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import transformers
+
+ORACLES = Path(__file__).parent
+sys.path.insert(0, str(ORACLES.parent / "weights" / "hugging_face"))
+
+from conftest import TheirMultimodal, noise, write_described  # noqa: E402
+
+from megajax.weights.hugging_face.tensor_files import TensorFiles  # noqa: E402
+
+VOCAB = 40
+IMAGE = 36
+SIZES = [(30, 50), (67, 35)]  # height, width
+IDS = [1, 5, 7, IMAGE, 9, 11, IMAGE, 3, 2, 8]
+PROMPTS = {
+    "two images": [IDS, [0, 1]],
+    "swapped": [IDS, [1, 0]],
+    "text": [[token for token in IDS if token != IMAGE], []],
+}  # ids, images
+TEXT = dict(
+    hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+    vocab_size=VOCAB, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+VIT = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, patch_size=4)
+CLIP = VIT | dict(model_type="clip_vision_model", image_size=12)
+QWEN_VIT = dict(
+    hidden_size=16, intermediate_size=24, num_heads=2, out_hidden_size=16, patch_size=4, spatial_merge_size=2
+)
+QWEN_TOKENS = dict(image_token_id=IMAGE, vision_start_token_id=37, vision_end_token_id=38, video_token_id=39)
+MROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])
+PINPOINTS = [[12, 24], [24, 12], [24, 24]]
+QWEN_IMAGES = dict(patch_size=4, merge_size=2, size=dict(shortest_edge=256, longest_edge=1600))
+# class of the config, its arguments, class of the image processor, its arguments
+MODELS = {
+    "llava": (
+        "LlavaConfig",
+        dict(vision_config=CLIP, text_config=dict(model_type="llama", **TEXT), image_token_index=IMAGE),
+        "CLIPImageProcessor",
+        dict(size=dict(shortest_edge=12), crop_size=dict(height=12, width=12)),
+    ),
+    "llava_next": (
+        "LlavaNextConfig",
+        dict(
+            vision_config=CLIP, text_config=dict(model_type="mistral", sliding_window=None, **TEXT),
+            image_token_index=IMAGE, image_grid_pinpoints=PINPOINTS,
+        ),
+        "LlavaNextImageProcessor",
+        dict(
+            size=dict(shortest_edge=12), crop_size=dict(height=12, width=12), image_grid_pinpoints=PINPOINTS
+        ),
+    ),
+    "gemma3": (
+        "Gemma3Config",
+        dict(
+            vision_config=VIT | dict(
+                model_type="siglip_vision_model", image_size=24, num_hidden_layers=2, vision_use_head=False
+            ),
+            text_config=TEXT | dict(
+                layer_types=["sliding_attention", "full_attention"], sliding_window=5, query_pre_attn_scalar=6
+            ),
+            image_token_index=IMAGE, boi_token_index=37, eoi_token_index=38, mm_tokens_per_image=9,
+        ),
+        "Gemma3ImageProcessor",
+        dict(size=dict(height=24, width=24)),
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLConfig",
+        dict(
+            vision_config=QWEN_VIT | dict(depth=3, window_size=16, fullatt_block_indexes=[1]),
+            text_config=TEXT | dict(rope_parameters=MROPE), **QWEN_TOKENS,
+        ),
+        "Qwen2VLImageProcessor",
+        QWEN_IMAGES,
+    ),
+    "qwen3_vl": (
+        "Qwen3VLConfig",
+        dict(
+            vision_config=QWEN_VIT | dict(depth=3, deepstack_visual_indexes=[0, 1], num_position_embeddings=25),
+            text_config=TEXT | dict(rope_parameters=MROPE | dict(mrope_interleaved=True)), **QWEN_TOKENS,
+        ),
+        "Qwen2VLImageProcessor",
+        QWEN_IMAGES,
+    ),
+}  # fmt: skip
+
+
+def describe(kind: str, arguments: dict, processor: str, options: dict) -> dict:
+    """As test_transformers.py, of a folder of a model that reads images."""
+    model = transformers.AutoModelForImageTextToText.from_config(getattr(transformers, kind)(**arguments))
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        getattr(transformers, processor)(**options).save_pretrained(folder)
+        config, images = (
+            json.loads((Path(folder) / name).read_text()) for name in ("config.json", "preprocessor_config.json")
+        )
+        files = TensorFiles(Path(folder))
+        tensors = {name: [list(form.shape), round(float(files[name].mean()))] for name, form in files.forms.items()}
+    return {"options": config, "processor": images, "tensors": tensors}
+
+
+def record() -> None:
+    transformers.logging.disable_progress_bar()
+    images = [noise(*size) for size in SIZES]
+    entries = {}
+    logits = {}
+    for name, how in MODELS.items():
+        entries[name] = describe(*how)
+        with tempfile.TemporaryDirectory() as folder:
+            write_described(Path(folder), entries[name])
+            theirs = TheirMultimodal(transformers, Path(folder))
+            for prompt, (ids, numbers) in PROMPTS.items():
+                logits[f"{name}/{prompt}"] = theirs.logits(ids, [images[number] for number in numbers])
+                print(name, prompt, logits[f"{name}/{prompt}"].shape)
+    np.savez_compressed(
+        ORACLES / "multimodal.npz", models=json.dumps(entries), prompts=json.dumps(PROMPTS), sizes=np.array(SIZES),
+        transformers=transformers.__version__, **logits,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    record()
