@@ -21,7 +21,6 @@ ORACLES = Path(__file__).parent
 sys.path.insert(0, str(ORACLES.parent / "weights" / "hugging_face"))
 
 from conftest import TheirMultimodal, noise, write_described  # noqa: E402
-
 from megajax.weights.hugging_face.tensor_files import TensorFiles  # noqa: E402
 
 VOCAB = 40
@@ -46,6 +45,7 @@ QWEN_TOKENS = dict(image_token_id=IMAGE, vision_start_token_id=37, vision_end_to
 MROPE = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])
 PINPOINTS = [[12, 24], [24, 12], [24, 24]]
 QWEN_IMAGES = dict(patch_size=4, merge_size=2, size=dict(shortest_edge=256, longest_edge=1600))
+TILES = dict(size=dict(height=16, width=16), crop_to_patches=True, min_patches=1, max_patches=3)
 # class of the config, its arguments, class of the image processor, its arguments
 MODELS = {
     "llava": (
@@ -57,7 +57,7 @@ MODELS = {
     "llava_next": (
         "LlavaNextConfig",
         dict(
-            vision_config=CLIP, text_config=dict(model_type="mistral", sliding_window=None, **TEXT),
+            vision_config=CLIP, text_config=dict(model_type="mistral", sliding_window=6, **TEXT),
             image_token_index=IMAGE, image_grid_pinpoints=PINPOINTS,
         ),
         "LlavaNextImageProcessor",
@@ -96,6 +96,26 @@ MODELS = {
         ),
         "Qwen2VLImageProcessor",
         QWEN_IMAGES,
+    ),
+    "internvl": (
+        "InternVLConfig",
+        dict(
+            vision_config=VIT | dict(num_hidden_layers=2, image_size=[16, 16], patch_size=[4, 4], attention_bias=True),
+            text_config=dict(model_type="qwen2") | TEXT, image_token_id=IMAGE,
+        ),
+        "GotOcr2ImageProcessor",
+        TILES,
+    ),
+    "internvl 6B": (
+        "InternVLConfig",
+        dict(
+            vision_config=VIT | dict(
+                num_hidden_layers=2, image_size=[16, 16], patch_size=[4, 4], use_qk_norm=True, norm_type="rms_norm"
+            ),
+            text_config=dict(model_type="llama", **TEXT), image_token_id=IMAGE, tie_word_embeddings=False,
+        ),
+        "GotOcr2ImageProcessor",
+        TILES,
     ),
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ that transformers 5 writes are read too.
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,13 +172,21 @@ class Side:
     keys = ("image_size", "patch_size")
 
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
-        image_size = theirs.get("image_size", self.image_size)
-        patch_size = theirs.get("patch_size", self.patch_size)
+        image_size = self._side(theirs, "image_size")
+        patch_size = self._side(theirs, "patch_size")
         sizes = {"vision.image.size": image_size, "vision.image.patch_size": patch_size}
         return sizes | {"vision.table": image_size // patch_size}
 
     def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
         return {"image_size": ours["vision.image.size"], "patch_size": ours["vision.image.patch_size"]}
+
+    def _side(self, theirs: Mapping[str, Any], name: str) -> int:
+        """Some files give height and width."""
+        found = theirs.get(name, getattr(self, name))
+        sides = found if isinstance(found, list) else [found]
+        if len(set(sides)) != 1:
+            raise ValueError(f"{name}={found} is not supported; supported are squares")
+        return sides[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,6 +248,21 @@ class TableEntries:
         return {"num_position_embeddings": ours["vision.table"] ** 2}
 
 
+class Downsampling:
+    """downsample_ratio of InternVL; ours is the side of the squares that become one token."""
+
+    keys = ("downsample_ratio",)
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        ratio = theirs.get("downsample_ratio", 0.5)
+        if ratio <= 0 or not (1 / ratio).is_integer():
+            raise ValueError(f"downsample_ratio={ratio} must be 1 divided by a whole number")
+        return {"vision.image.merge": int(1 / ratio)}
+
+    def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
+        return {"downsample_ratio": 1 / ours["vision.image.merge"]}
+
+
 class Pinpoints:
     """image_grid_pinpoints of LLaVA-NeXT, pairs of height and width."""
 
@@ -292,15 +315,16 @@ class Computed:
 
 @dataclasses.dataclass(frozen=True)
 class Unread:
-    """Keys that say how texts and images become tokens and patches, not what is computed of them."""
+    """Keys of what the text does not read, or of how texts and images become tokens and patches."""
 
     keys: tuple[str, ...]
+    written: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
         return {}
 
     def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
-        return {}
+        return dict(self.written)
 
 
 class MultimodalForm(DecoderForm[MultimodalConfig]):
@@ -340,6 +364,11 @@ class MultimodalForm(DecoderForm[MultimodalConfig]):
         found = text_config(self.words(config))
         of_text = nearest_family(self.text.families, found).weights
         return [row for part in table for row in (part.rows(of_text) if isinstance(part, TextRows) else [part])]
+
+    def in_files(self, config: MultimodalConfig, names: Collection[str]) -> MultimodalConfig:
+        """Where the head is tied by default, config.json may leave out that it is not."""
+        has_head = self.text.ties and any(name.endswith("lm_head.weight") for name in names)
+        return dataclasses.replace(config, tied_embeddings=config.tied_embeddings and not has_head)
 
     def copied(self, config: MultimodalConfig, name: str) -> str | None:
         return "embedding" if config.tied_embeddings and name.endswith("lm_head.weight") else None
@@ -398,10 +427,37 @@ _SIGLIP_OPTIONS: Options = (
     Option("layer_norm_eps", _EPSILON, 1e-6),
     Choice("num_channels", 3),
     Side(224, 16),
+    Unread(("vision_use_head",), {"vision_use_head": False}),  # the files lack it
 )
 _SIGLIP = Section("siglip_vision_model", {"vision.final_norm": True}, _SIGLIP_OPTIONS)
+_INTERNVIT = Section(
+    "internvl_vision",
+    {
+        "vision.class_token": True,
+        "vision.branch_scales": True,
+        "vision.final_norm": False,
+        _EPSILON: 1e-6,
+    },
+    (
+        *_VIT,
+        Option("hidden_act", _ACTIVATION, "gelu", values=PLAIN),
+        Option("norm_type", "vision.norm", "layer_norm", values={"layer_norm": "layernorm", "rms_norm": "rmsnorm"}),
+        Option("attention_bias", "vision.qkv_bias", False),
+        Option("use_qk_norm", "vision.qk_norm", False),
+        Choice("layer_norm_eps", 1e-6),  # that of use_qk_norm, whatever the key says
+        Choice("num_channels", 3),
+        Choice("use_mask_token", False),
+        Choice("use_absolute_position_embeddings", True),
+        Choice("use_mean_pooling", True),
+        Side(448, 14),
+    ),
+)
 _LLAVA_TOWER = LlavaTower(_CLIP, Section("siglip_vision_model", {"vision.final_norm": False}, _SIGLIP_OPTIONS))
 _LLAVA_TEXT = Text(tuple(family for family in families.FAMILIES if family.weights is weights.LLAMA))
+_INTERN_TEXT = Text(
+    tuple(family for kind in ("qwen2", "qwen3", "llama") for family in families.FAMILIES if family.model_type == kind),
+    ties=True,
+)
 _GEMMA_TEXT = Text(tuple(family for family in families.FAMILIES if family.model_type == "gemma3_text"), ties=True)
 _QWEN2_TEXT = Text((
     Family(
@@ -489,6 +545,16 @@ _LLAVA: Options = (
     Option("multimodal_projector_bias", "vision.project_bias", True),
     Computed("vision.project_dim", _text_width),
 )
+_INTERN: Options = (
+    _INTERNVIT,
+    _INTERN_TEXT,
+    Option("image_token_id", "image_token", 151667),
+    Option("projector_hidden_act", "vision.project_activation", "gelu", values=PLAIN),
+    Choice("vision_feature_layer", -1),
+    Choice("vision_feature_select_strategy", "default"),
+    Downsampling(),
+    Computed("vision.project_dim", _text_width),
+)
 _QWEN: Options = (
     Option("image_token_id", "image_token", 151655),
     Computed("vision.project_dim", _merged_width),
@@ -528,6 +594,33 @@ def _llava(vit: str, text: TextRows, prefix: str = "") -> tuple[Any, ...]:
         *linear(f"{prefix}multi_modal_projector.linear_1", "vision.project.up"),
         *linear(f"{prefix}multi_modal_projector.linear_2", "vision.project.down"),
         Row(f"{prefix}image_newline", ("vision.newline",)),
+        text,
+    )
+
+
+def _intern(prefix: str, text: TextRows) -> tuple[Any, ...]:
+    embeddings = f"{prefix}vision_tower.embeddings."
+    layer = prefix + "vision_tower.encoder.layer.{}."
+    projector = f"{prefix}multi_modal_projector."
+    names = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "projection_layer": "out"}
+    attention = [linear(f"{layer}attention.{name}", f"{_L}attention.{ours}") for name, ours in names.items()]
+    return (
+        Row(embeddings + "cls_token", ("vision.class_token",), "batched"),
+        Row(embeddings + "patch_embeddings.projection.weight", ("vision.patch",), "patches"),
+        Row(embeddings + "patch_embeddings.projection.bias", (_BIAS,)),
+        Row(embeddings + "position_embeddings", ("vision.table",), "batched"),
+        *norm(layer + "layernorm_before", _L + "attention_norm"),
+        *(row for rows in attention for row in rows),
+        *norm(layer + "attention.q_norm", _L + "attention.query_norm"),
+        *norm(layer + "attention.k_norm", _L + "attention.key_norm"),
+        Row(layer + "lambda_1", (_L + "attention_scale",)),
+        *norm(layer + "layernorm_after", _L + "mlp_norm"),
+        *linear(layer + "mlp.fc1", _L + "mlp.up"),
+        *linear(layer + "mlp.fc2", _L + "mlp.down"),
+        Row(layer + "lambda_2", (_L + "mlp_scale",)),
+        *norm(projector + "layer_norm", "vision.project.norm"),
+        *linear(projector + "linear_1", "vision.project.up"),
+        *linear(projector + "linear_2", "vision.project.down"),
         text,
     )
 
@@ -647,5 +740,14 @@ FAMILIES: tuple[Family, ...] = (
         _qwen("model.visual.", _IN_MEMORY, *_QWEN3_NAMES),
         (),
         MultimodalForm(_QWEN3_TEXT, "Qwen2VLImageProcessor"),
+    ),
+    Family(
+        "InternVLForConditionalGeneration",
+        "internvl",
+        {"vision.project_norm": "merged", "vision.project_norm_epsilon": 1e-5},
+        _INTERN,
+        _intern("", _ON_HUB),
+        (_intern("model.", _IN_MEMORY),),
+        MultimodalForm(_INTERN_TEXT, "GotOcr2ImageProcessor"),
     ),
 )

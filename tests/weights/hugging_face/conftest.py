@@ -61,8 +61,8 @@ def write_folder(folder, options: dict, tensors: dict[str, np.ndarray]) -> None:
 
 
 def write_described(folder, entry: dict) -> None:
-    """entry: {"options": config.json, "tensors": {name: [shape, mean]}}; the weights are drawn by their names. For models
-    that read images also "processor": preprocessor_config.json."""
+    """entry: {"options": config.json, "tensors": {name: [shape, mean]}}; the weights are drawn by their names. Models
+    that read images also have "processor": preprocessor_config.json."""
     tensors = {}
     for name, (shape, mean) in entry["tensors"].items():
         rng = np.random.default_rng(zlib.crc32(name.encode()))
@@ -89,6 +89,7 @@ class Theirs:
     """The model of a folder in float32, as transformers loads it without a word of warning."""
 
     auto_class = "AutoModelForCausalLM"
+    usual_warnings = ("newly initialized",)
 
     def __init__(self, transformers, folder, *, may_warn: bool = False, may_lack: tuple[str, ...] = ()):
         """may_lack: ends of names of tensors."""
@@ -110,7 +111,8 @@ class Theirs:
             name for name in info["missing_keys"] if parameters[name].numel() and not name.endswith(may_lack)
         ]
         assert not any(info.values()), info
-        warnings = [message for message in (r.getMessage() for r in records) if "newly initialized" not in message]
+        messages = (record.getMessage() for record in records)
+        warnings = [message for message in messages if not any(usual in message for usual in self.usual_warnings)]
         assert may_warn or not warnings
         self.model.eval()
 
@@ -125,6 +127,7 @@ class TheirMultimodal(Theirs):
     """Reads images, prepared by the image processor of the folder; in float64, so that only our rounding counts."""
 
     auto_class = "AutoModelForImageTextToText"
+    usual_warnings = (*Theirs.usual_warnings, "within the vocabulary")  # default token ids of the text, and a small one
 
     def __init__(self, transformers, folder, **how):
         super().__init__(transformers, folder, **how)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import re
+import shutil
 from pathlib import Path
 
 import jax
@@ -11,7 +12,6 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from megajax.images.rules import ImageRule
 from megajax.models.model import Model
 from megajax.models.multimodal import MultimodalConfig
 from megajax.precision import PrecisionConfig
@@ -36,6 +36,8 @@ ROWS = [
     (["text", "two images"], True),
     (["swapped", "text"], False),
 ]
+# The others come back in the slow tests.
+QUICK = ("llava", "internvl")
 # Not kept: what follows the layer of a CLIP that the text reads.
 UNUSED = re.compile(r"vision_tower\.(vision_model\.)?(post_layernorm|encoder\.layers\.2)\.")
 
@@ -126,20 +128,23 @@ def test_options_come_back(name):
     options = MODELS[name]["options"]
     family = family_of(options)
     model = read_options(family, options)
-    assert read_options(family, write_options(family, model)) == model
     written = write_options(family, model)
-    for section in ("text_config", "vision_config"):
-        different = {
-            key: (options[section][key], value)
-            for key, value in written[section].items()
-            if options[section].get(key, value) != value
-        }
-        is_cut = options.get("vision_feature_layer") == -2 and section == "vision_config"
-        assert set(different) <= ({"num_hidden_layers"} if is_cut else set()), different
+    assert read_options(family, written) == model
+    changed = {
+        f"{section}.{key}": (given, written[section][key])
+        for section in ("text_config", "vision_config")
+        for key, given in options[section].items()
+        if key in written[section] and given not in (written[section][key], [written[section][key]] * 2)
+    }
+    # That of the whole decides; the layers after that of a CLIP are not kept.
+    changed.pop("text_config.tie_word_embeddings", None)
+    assert set(changed) == ({"vision_config.num_hidden_layers"} if name.startswith("llava") else set()), changed
 
 
 def on_hub(name: str) -> str:
-    return re.sub(r"^vision_tower\.(?=embeddings|encoder\.layers|p)", "vision_tower.vision_model.", name)
+    """CLIP and SigLIP, which have layers and not a layer, in a model."""
+    return re.sub(r"^vision_tower\.(?=.*(embedding\.|class_embedding|layers\.|layrnorm|post_layernorm))",
+                  "vision_tower.vision_model.", name)  # fmt: skip
 
 
 def in_memory(name: str) -> str:
@@ -152,40 +157,66 @@ def in_memory(name: str) -> str:
     return name if name.startswith(("lm_head.", "model.")) else f"model.{name}"
 
 
+def kept_tensors(name: str) -> dict[str, str]:
+    """{name on the hub: name in the folder}"""
+    keys = MODELS[name]["tensors"]
+    return {on_hub(key): key for key in keys if not (name.startswith("llava") and UNUSED.match(key))}
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_tensors_come_back_by_the_names_of_the_hub(name, folder_of, tmp_path):
+def test_tensors_have_the_names_of_the_hub(name, folder_of):
+    folder = Folder(folder_of(name))
+    tensors = {tensor.name: list(tensor.shape) for tensor in folder.family.map_of(folder.model).tensors}
+    assert tensors == {on_hub: MODELS[name]["tensors"][key][0] for on_hub, key in kept_tensors(name).items()}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in MODELS]
+)
+def test_tensors_come_back(name, folder_of, tmp_path):
     import_folder(folder_of(name), tmp_path / "run")
     export_run(tmp_path / "run", tmp_path / "back")
     files = TensorFiles(folder_of(name))
     again = TensorFiles(tmp_path / "back")
-    is_clip = name.startswith("llava")
-    kept = {on_hub(key): key for key in files.forms if not (is_clip and UNUSED.match(key))}
+    kept = kept_tensors(name)
     assert set(again.forms) == set(kept)
     for key in again.forms:
         assert files[kept[key]].tobytes() == again[key].tobytes(), key
-    first, second = Folder(folder_of(name)), Folder(tmp_path / "back")
-    assert first.model == second.model
-    assert first.model.vision.image != ImageRule()
+    assert_same_model(Folder(tmp_path / "back"), Folder(folder_of(name)))
 
 
-@pytest.mark.parametrize("rename", [on_hub, in_memory])
-@pytest.mark.parametrize("name", MODELS)
-def test_other_names_of_the_tensors_are_read(name, rename, folder_of, tmp_path):
-    usual = Folder(folder_of(name))
-    tensors = safetensors.numpy.load_file(folder_of(name) / "model.safetensors")
-    for file in ("config.json", "preprocessor_config.json"):
-        (tmp_path / file).write_bytes((folder_of(name) / file).read_bytes())
-    renamed = {rename(key): tensor for key, tensor in tensors.items()}
-    assert len(renamed) == len(tensors)
-    safetensors.numpy.save_file(renamed, tmp_path / "model.safetensors")
-    other = Folder(tmp_path)
-    for parameter, shape in usual.map.shapes.items():
+def assert_same_model(found: Folder, wanted: Folder) -> None:
+    assert found.model == wanted.model
+    for parameter, shape in wanted.map.shapes.items():
         index = (slice(None),) * len(shape)
-        found, wanted = (
+        ours, theirs = (
             folder.reader.read(parameter, folder.map.layers_of(parameter), index, np.float32)
-            for folder in (other, usual)
+            for folder in (found, wanted)
         )
-        np.testing.assert_array_equal(found, wanted, err_msg=parameter)
+        np.testing.assert_array_equal(ours, theirs, err_msg=parameter)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tensors_are_read_by_the_names_that_transformers_has_in_memory(name, folder_of, tmp_path):
+    shutil.copytree(folder_of(name), tmp_path / "renamed")
+    file = tmp_path / "renamed" / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    safetensors.numpy.save_file({in_memory(key): tensor for key, tensor in tensors.items()}, file)
+    assert_same_model(Folder(tmp_path / "renamed"), Folder(folder_of(name)))
+
+
+def test_a_head_in_the_files_is_not_tied(folder_of, tmp_path):
+    """Files of InternVL may leave out that it is not, and it is tied by default."""
+    shutil.copytree(folder_of("internvl"), tmp_path / "untied")
+    assert Folder(tmp_path / "untied").model.tied_embeddings
+    file = tmp_path / "untied" / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    head = 2 * tensors["language_model.model.embed_tokens.weight"]
+    safetensors.numpy.save_file(tensors | {"language_model.lm_head.weight": head}, file)
+    folder = Folder(tmp_path / "untied")
+    assert not folder.model.tied_embeddings
+    found = folder.reader.read("head", None, (slice(None),) * 2, np.float32)
+    np.testing.assert_array_equal(found[:, : len(head)], head.T)
 
 
 @pytest.mark.slow
