@@ -164,10 +164,12 @@ def _split_heads(rows: np.ndarray, parts: Sequence[Part]) -> tuple[np.ndarray, .
 class WeightMap:
     """Maps the tensors of another framework to the parameters of a model."""
 
-    def __init__(self, config: ModelConfig, rows: Iterable[Row], sizes: Mapping[str, int], framework: str):
+    def __init__(
+        self, config: ModelConfig, rows: Iterable[Row], sizes: Mapping[str, int], framework: str, *, whole: bool = True
+    ):
         """sizes: {logical axis that we pad: its size in their tensors}. framework: its name in messages.
 
-        Raises ValueError if the table has no tensor for a parameter of the model.
+        Raises ValueError if the table has no tensor for a parameter of the model; not whole: of a part of it.
         """
         model = Model(config)
         self._sizes = sizes
@@ -188,7 +190,7 @@ class WeightMap:
             for number, part in enumerate(tensor.parts):
                 self.source[part.name, part.at] = (tensor, number)
         missing = set(self.records) - {name for name, _ in self.source}
-        if missing:
+        if missing and whole:
             raise ValueError(f"{framework} has no tensor for {', '.join(sorted(missing))}")
 
     @property

@@ -4,9 +4,9 @@
     python tests/oracles/make_multimodal.py
 
 Last run with transformers 5.23.0 and torch 2.15.0. Only config.json, preprocessor_config.json and the shapes of the
-tensors are recorded: the weights are drawn by their names, images by their sizes. For each NAME the file has
-NAME/PROMPT, logits [T, V] of transformers in float64, rounded to float32. tests/weights/hugging_face/test_multimodal.py
-compares.
+tensors are recorded: the weights are drawn by their names, images by their sizes. NAME/PROMPT are logits [T, V] of
+transformers in float64, rounded to float32; of a tower, NAME/image N are hidden states [P, C]. Compared by
+tests/weights/hugging_face/test_multimodal.py and test_tower.py.
 """
 
 import json
@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import torch
 import transformers
 
 ORACLES = Path(__file__).parent
@@ -118,11 +119,40 @@ MODELS = {
         TILES,
     ),
 }  # fmt: skip
+SIGLIP = VIT | dict(num_hidden_layers=2)
+OF_TEXT = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8)
+# class, class of its config, and as above; which hidden states are recorded
+TOWERS = {
+    "clip": (
+        "CLIPModel",
+        "CLIPConfig",
+        dict(vision_config=VIT | dict(image_size=12), text_config=OF_TEXT, projection_dim=8),
+        "CLIPImageProcessor",
+        dict(size=dict(shortest_edge=12), crop_size=dict(height=12, width=12)),
+        lambda out: out.hidden_states[-2][:, 1:],  # without the class token
+    ),
+    "siglip": (
+        "SiglipVisionModel",
+        "SiglipVisionConfig",
+        SIGLIP | dict(image_size=12),
+        "SiglipImageProcessor",
+        dict(size=dict(height=12, width=12)),
+        lambda out: out.last_hidden_state,
+    ),
+    "siglip2": (
+        "Siglip2VisionModel",
+        "Siglip2VisionConfig",
+        SIGLIP | dict(num_patches=25),
+        "Siglip2ImageProcessor",
+        dict(patch_size=4, max_num_patches=30),
+        lambda out: out.last_hidden_state,
+    ),
+}  # fmt: skip
 
 
-def describe(kind: str, arguments: dict, processor: str, options: dict) -> dict:
+def describe(make_model, kind: str, arguments: dict, processor: str, options: dict) -> dict:
     """As test_transformers.py, of a folder of a model that reads images."""
-    model = transformers.AutoModelForImageTextToText.from_config(getattr(transformers, kind)(**arguments))
+    model = make_model(getattr(transformers, kind)(**arguments))
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         getattr(transformers, processor)(**options).save_pretrained(folder)
@@ -134,22 +164,42 @@ def describe(kind: str, arguments: dict, processor: str, options: dict) -> dict:
     return {"options": config, "processor": images, "tensors": tensors}
 
 
+def features_of(cls, folder: Path, images: list, chosen) -> list[np.ndarray]:
+    """Of all patches of each image, [P, C], computed in float64."""
+    model = cls.from_pretrained(folder, attn_implementation="eager").double().eval()
+    inputs = transformers.AutoImageProcessor.from_pretrained(folder)(images, return_tensors="pt")
+    inputs["pixel_values"] = inputs["pixel_values"].double()
+    with torch.no_grad():
+        found = chosen(getattr(model, "vision_model", model)(**inputs, output_hidden_states=True)).float().numpy()
+    counts = inputs["spatial_shapes"].prod(-1).tolist() if "spatial_shapes" in inputs else [found.shape[1]] * len(found)
+    return [features[:count] for features, count in zip(found, counts, strict=True)]
+
+
 def record() -> None:
     transformers.logging.disable_progress_bar()
     images = [noise(*size) for size in SIZES]
     entries = {}
     logits = {}
     for name, how in MODELS.items():
-        entries[name] = describe(*how)
+        entries[name] = describe(transformers.AutoModelForImageTextToText.from_config, *how)
         with tempfile.TemporaryDirectory() as folder:
             write_described(Path(folder), entries[name])
             theirs = TheirMultimodal(transformers, Path(folder))
             for prompt, (ids, numbers) in PROMPTS.items():
                 logits[f"{name}/{prompt}"] = theirs.logits(ids, [images[number] for number in numbers])
                 print(name, prompt, logits[f"{name}/{prompt}"].shape)
+    towers = {}
+    for name, (kind, *how, chosen) in TOWERS.items():
+        cls = getattr(transformers, kind)
+        towers[name] = describe(cls, *how)
+        with tempfile.TemporaryDirectory() as folder:
+            write_described(Path(folder), towers[name])
+            for number, features in enumerate(features_of(cls, Path(folder), images, chosen)):
+                logits[f"{name}/image {number}"] = features
+                print(name, features.shape)
     np.savez_compressed(
-        ORACLES / "multimodal.npz", models=json.dumps(entries), prompts=json.dumps(PROMPTS), sizes=np.array(SIZES),
-        transformers=transformers.__version__, **logits,
+        ORACLES / "multimodal.npz", models=json.dumps(entries), towers=json.dumps(towers), prompts=json.dumps(PROMPTS),
+        sizes=np.array(SIZES), transformers=transformers.__version__, **logits,
     )  # fmt: skip
 
 

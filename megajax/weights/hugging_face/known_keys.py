@@ -83,6 +83,7 @@ IGNORED = {
     "llava_next": {"image_seq_length", "ignore_index", "vocab_size", "hidden_size", "use_image_newline_parameter"},
     "clip_vision_model": {"projection_dim", "vocab_size", "initializer_factor", "dropout"},
     "siglip_vision_model": {"projection_dim", "projector_hidden_act"},
+    "siglip2_vision_model": {"projection_dim"},
     "gemma3": {"boi_token_index", "eoi_token_index"},
     "qwen2_5_vl_vision": {"tokens_per_second"},  # of videos
     "internvl": {"image_seq_length"},

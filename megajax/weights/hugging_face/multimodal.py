@@ -25,10 +25,10 @@ from megajax.weights.hugging_face.families import ATTENTION_BIAS, HEAD_DIM, LLAM
 from megajax.weights.hugging_face.form import DecoderForm, Family
 from megajax.weights.hugging_face.known_keys import check_keys
 from megajax.weights.hugging_face.layer_options import Window
-from megajax.weights.hugging_face.options import GATED, PLAIN, Choice, Option, Options, read_object
+from megajax.weights.hugging_face.options import GATED, PLAIN, REQUIRED, Choice, Option, Options, read_object
 from megajax.weights.hugging_face.rope import Mrope
 from megajax.weights.hugging_face.translate import nearest_family, read_options, write_options
-from megajax.weights.tensor_map import Row, linear, norm
+from megajax.weights.tensor_map import Layout, Row, linear, norm
 
 logger = logging.getLogger("megajax")
 TIED = "tie_word_embeddings"
@@ -232,20 +232,24 @@ class WindowSide:
 
 @dataclasses.dataclass(frozen=True)
 class TableEntries:
-    """num_position_embeddings of Qwen3-VL: the entries of a square."""
+    """The number of entries of a square table."""
 
+    theirs: str
     default: int
-    keys = ("num_position_embeddings",)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (self.theirs,)
 
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
-        number = theirs.get("num_position_embeddings", self.default)
+        number = theirs.get(self.theirs, self.default)
         side = math.isqrt(number)
         if side * side != number:
-            raise ValueError(f"num_position_embeddings={number} must be a square number")
+            raise ValueError(f"{self.theirs}={number} must be a square number")
         return {"vision.table": side}
 
     def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
-        return {"num_position_embeddings": ours["vision.table"] ** 2}
+        return {self.theirs: ours["vision.table"] ** 2}
 
 
 class Downsampling:
@@ -398,14 +402,17 @@ _ACTIVATION = "vision.activation"
 _EPSILON = "vision.norm_epsilon"
 
 
-def _sizes(*names: str) -> Options:
+def _sizes(*names: str, defaults: tuple[Any, ...] = (REQUIRED,) * 4) -> Options:
     """The keys of width, feed-forward width, number of layers and of heads."""
     ours = ("embed_dim", "mlp_dim", "num_layers", "num_heads")
-    return tuple(Option(name, _PREFIX + word) for name, word in zip(names, ours, strict=True))
+    return tuple(
+        Option(name, _PREFIX + word, default) for name, word, default in zip(names, ours, defaults, strict=True)
+    )
 
 
-_VIT = _sizes("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_CLIP = Section(
+_VIT_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_VIT = _sizes(*_VIT_SIZES, defaults=(768, 3072, 12, 12))
+CLIP = Section(
     "clip_vision_model",
     {
         "vision.class_token": True,
@@ -421,15 +428,20 @@ _CLIP = Section(
         Side(224, 32),
     ),
 )
-_SIGLIP_OPTIONS: Options = (
+_SIGLIPS: Options = (
     *_VIT,
     Option("hidden_act", _ACTIVATION, "gelu_pytorch_tanh", values=PLAIN),
     Option("layer_norm_eps", _EPSILON, 1e-6),
     Choice("num_channels", 3),
-    Side(224, 16),
     Unread(("vision_use_head",), {"vision_use_head": False}),  # the files lack it
 )
-_SIGLIP = Section("siglip_vision_model", {"vision.final_norm": True}, _SIGLIP_OPTIONS)
+_SIGLIP_OPTIONS: Options = (*_SIGLIPS, Side(224, 16))
+SIGLIP = Section("siglip_vision_model", {"vision.final_norm": True}, _SIGLIP_OPTIONS)
+NAFLEX = Section(
+    "siglip2_vision_model",
+    {"vision.final_norm": True, "vision.table_corners": False},
+    (*_SIGLIPS, Option("patch_size", "vision.image.patch_size", 16), TableEntries("num_patches", 256)),
+)
 _INTERNVIT = Section(
     "internvl_vision",
     {
@@ -439,7 +451,7 @@ _INTERNVIT = Section(
         _EPSILON: 1e-6,
     },
     (
-        *_VIT,
+        *_sizes(*_VIT_SIZES, defaults=(1024, 4096, 24, 16)),
         Option("hidden_act", _ACTIVATION, "gelu", values=PLAIN),
         Option("norm_type", "vision.norm", "layer_norm", values={"layer_norm": "layernorm", "rms_norm": "rmsnorm"}),
         Option("attention_bias", "vision.qkv_bias", False),
@@ -452,7 +464,7 @@ _INTERNVIT = Section(
         Side(448, 14),
     ),
 )
-_LLAVA_TOWER = LlavaTower(_CLIP, Section("siglip_vision_model", {"vision.final_norm": False}, _SIGLIP_OPTIONS))
+_LLAVA_TOWER = LlavaTower(CLIP, Section("siglip_vision_model", {"vision.final_norm": False}, _SIGLIP_OPTIONS))
 _LLAVA_TEXT = Text(tuple(family for family in families.FAMILIES if family.weights is weights.LLAMA))
 _INTERN_TEXT = Text(
     tuple(family for kind in ("qwen2", "qwen3", "llama") for family in families.FAMILIES if family.model_type == kind),
@@ -523,7 +535,7 @@ _QWEN3_TOWER = _qwen_tower(
     16,
     Option("hidden_act", _ACTIVATION, "gelu_pytorch_tanh", values=PLAIN),
     Numbers("deepstack_visual_indexes", "vision.deep_layers", (8, 16, 24)),
-    TableEntries(2304),
+    TableEntries("num_position_embeddings", 2304),
 )
 
 
@@ -567,15 +579,15 @@ _L = "vision_layers.*."
 _BIAS = "vision.patch_bias"
 
 
-def _vit(prefix: str) -> tuple[Row, ...]:
-    """Of a CLIP or a SigLIP."""
+def vit(prefix: str, patch: Layout = "patches") -> tuple[Row, ...]:
+    """Of a CLIP or a SigLIP. patch: layout of the embedding of patches; in SigLIP 2 it is linear."""
     embeddings = f"{prefix}embeddings."
     layer = prefix + "encoder.layers.{}."
     names = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}
     attention = [linear(f"{layer}self_attn.{name}", f"{_L}attention.{ours}") for name, ours in names.items()]
     return (
         Row(embeddings + "class_embedding", ("vision.class_token",)),
-        Row(embeddings + "patch_embedding.weight", ("vision.patch",), "patches"),
+        Row(embeddings + "patch_embedding.weight", ("vision.patch",), patch),
         Row(embeddings + "patch_embedding.bias", (_BIAS,)),
         Row(embeddings + "position_embedding.weight", ("vision.table",)),
         *norm(prefix + "pre_layrnorm", "vision.embedding_norm"),
@@ -588,9 +600,9 @@ def _vit(prefix: str) -> tuple[Row, ...]:
     )
 
 
-def _llava(vit: str, text: TextRows, prefix: str = "") -> tuple[Any, ...]:
+def _llava(tower: str, text: TextRows, prefix: str = "") -> tuple[Any, ...]:
     return (
-        *_vit(vit),
+        *vit(tower),
         *linear(f"{prefix}multi_modal_projector.linear_1", "vision.project.up"),
         *linear(f"{prefix}multi_modal_projector.linear_2", "vision.project.down"),
         Row(f"{prefix}image_newline", ("vision.newline",)),
@@ -625,10 +637,10 @@ def _intern(prefix: str, text: TextRows) -> tuple[Any, ...]:
     )
 
 
-def _gemma(vit: str, text: TextRows, prefix: str = "") -> tuple[Any, ...]:
+def _gemma(tower: str, text: TextRows, prefix: str = "") -> tuple[Any, ...]:
     projector = f"{prefix}multi_modal_projector."
     return (
-        *_vit(vit),
+        *vit(tower),
         Row(projector + "mm_input_projection_weight", ("vision.project.down",), "conv1d"),
         *norm(projector + "mm_soft_emb_norm", "vision.project.norm"),
         text,
@@ -714,7 +726,7 @@ FAMILIES: tuple[Family, ...] = (
             "image_attention": "bidirectional",
         },
         (
-            _SIGLIP,
+            SIGLIP,
             _GEMMA_TEXT,
             Option("image_token_index", "image_token", 262_144, also=("image_token_id",)),
             GemmaTokens(),

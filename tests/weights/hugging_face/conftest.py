@@ -66,7 +66,7 @@ def write_described(folder, entry: dict) -> None:
     tensors = {}
     for name, (shape, mean) in entry["tensors"].items():
         rng = np.random.default_rng(zlib.crc32(name.encode()))
-        tensors[name] = (mean + 0.15 * rng.standard_normal(shape)).astype(np.float32)
+        tensors[name] = np.asarray(mean + 0.15 * rng.standard_normal(shape), np.float32)
     write_folder(folder, entry["options"], tensors)
     if "processor" in entry:
         (folder / "preprocessor_config.json").write_text(json.dumps(entry["processor"]))
