@@ -112,6 +112,8 @@ class Section:
 
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
         inside = read_object(theirs, "vision_config")
+        if not inside:  # the defaults of a model are not those of its tower
+            raise ValueError("vision_config is missing")
         check_keys(self.options, self.model_type, self.model_type, inside)
         found = dict(self.always)
         for option in self.options:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -139,6 +140,26 @@ def test_the_folders_are_those_of_the_first_start(folder_of, llama_folder, tmp_p
     (tmp_path / "config.json").write_text(config.to_json())
     again = dataclasses.replace(config, checkpoint=CheckpointConfig())
     assert start_from.pinned(again).checkpoint == config.checkpoint
+
+
+def test_a_vision_config_with_every_attribute_of_version_4_is_read(folder_of, tmp_path):
+    """As OpenAI published its CLIPs."""
+    shutil.copytree(folder_of("clip"), tmp_path / "clip")
+    file = tmp_path / "clip" / "config.json"
+    options = json.loads(file.read_text())
+    options["vision_config"] |= dict(
+        add_cross_attention=False, chunk_size_feed_forward=0, diversity_penalty=0.0, dropout=0.0, is_decoder=False,
+        initializer_factor=1.0, label2id={"LABEL_0": 0}, length_penalty=1.0, max_length=20, num_beams=1,
+        output_scores=False, projection_dim=768, pruned_heads={}, sep_token_id=None, tie_encoder_decoder=False,
+        tie_word_embeddings=True, top_k=50, torchscript=False, transformers_version="4.16.0.dev0", typical_p=1.0,
+        use_bfloat16=False,
+    )  # fmt: skip
+    file.write_text(json.dumps(options))
+    assert TowerFolder(tmp_path / "clip").tower == TowerFolder(folder_of("clip")).tower
+    options["vision_config"]["new_option"] = 1
+    file.write_text(json.dumps(options))
+    with pytest.raises(ValueError, match="new_option=1 is unknown in clip_vision_model"):
+        TowerFolder(tmp_path / "clip")
 
 
 def test_what_the_folder_has_otherwise_is_said(folder_of):
