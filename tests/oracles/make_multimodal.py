@@ -55,6 +55,16 @@ MODELS = {
         "CLIPImageProcessor",
         dict(size=dict(shortest_edge=12), crop_size=dict(height=12, width=12)),
     ),
+    "llava, siglip": (
+        "LlavaConfig",
+        dict(
+            vision_config=VIT | dict(model_type="siglip_vision_model", image_size=12),
+            text_config=dict(model_type="qwen3", **TEXT), image_token_index=IMAGE,
+            vision_feature_select_strategy="full", vision_feature_layer=-2,
+        ),
+        "SiglipImageProcessor",
+        dict(size=dict(height=12, width=12)),
+    ),
     "llava_next": (
         "LlavaNextConfig",
         dict(

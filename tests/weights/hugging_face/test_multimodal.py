@@ -38,8 +38,8 @@ ROWS = [
 ]
 # The others come back in the slow tests.
 QUICK = ("llava", "internvl")
-# Not kept: what follows the layer of a CLIP that the text reads.
-UNUSED = re.compile(r"vision_tower\.(vision_model\.)?(post_layernorm|encoder\.layers\.2)\.")
+# Not kept: what follows the layer of a CLIP or a SigLIP that a LLaVA reads.
+UNUSED = re.compile(r"vision_tower\.(post_layernorm|head|encoder\.layers\.2)\.")
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +136,9 @@ def test_options_come_back(name):
         for key, given in options[section].items()
         if key in written[section] and given not in (written[section][key], [written[section][key]] * 2)
     }
-    # That of the whole decides; the layers after that of a CLIP are not kept.
-    changed.pop("text_config.tie_word_embeddings", None)
-    assert set(changed) == ({"vision_config.num_hidden_layers"} if name.startswith("llava") else set()), changed
+    changed.pop("text_config.tie_word_embeddings", None)  # that of the whole decides
+    of_unused = {"vision_config.num_hidden_layers", "vision_config.vision_use_head"}
+    assert set(changed) <= (of_unused if name.startswith("llava") else set()), changed
 
 
 def on_hub(name: str) -> str:
