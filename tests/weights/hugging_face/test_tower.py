@@ -17,7 +17,6 @@ from megajax.data.config import DataConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.models.multimodal import TOWER, MultimodalConfig
-from megajax.models.tower import TowerConfig
 from megajax.parameters import merge, named, select
 from megajax.precision import PrecisionConfig
 from megajax.training.config import TrainingConfig
@@ -45,11 +44,6 @@ def folder_of(write_drawn, tmp_path_factory):
     return make
 
 
-def with_text(text: DecoderConfig, tower: TowerConfig) -> MultimodalConfig:
-    fields = {field.name: getattr(text, field.name) for field in dataclasses.fields(text) if field.name != "kind"}
-    return MultimodalConfig(**fields, vision=tower)
-
-
 @pytest.mark.parametrize("name", TOWERS)
 def test_features_are_those_of_transformers(name, folder_of, image_row, draw_noise):
     """Of two images in one block."""
@@ -57,7 +51,9 @@ def test_features_are_those_of_transformers(name, folder_of, image_row, draw_noi
     # What a LLaVA reads of a CLIP is the output of the layer before the last.
     num_layers = folder.tower.num_layers - (name == "clip")
     tower = dataclasses.replace(folder.tower, num_layers=num_layers, patches=64)
-    config = with_text(DecoderConfig(num_layers=1, embed_dim=8, num_heads=1, vocab_size=8), tower)
+    config = MultimodalConfig.of(
+        DecoderConfig(num_layers=1, embed_dim=8, num_heads=1, vocab_size=8), tower, image_token=0
+    )
     row = image_row(config, 80)
     row.add([0, 0], [draw_noise(*size) for size in SIZES])
     model = Model(config, FLOAT32)
@@ -86,7 +82,7 @@ def config_of(text: Path, tower: Path, num_layers: int = 2, **checkpoint) -> Con
     folder = TowerFolder(tower)
     vision = dataclasses.replace(folder.tower, num_layers=num_layers, project_dim=8)
     return Config(
-        model=with_text(Folder(text).model, vision),
+        model=MultimodalConfig.of(Folder(text).model, vision, image_token=2),
         data=DataConfig(source="mock", tokenizer="null:300"),
         training=TrainingConfig(sequence_length=16),
         checkpoint=CheckpointConfig(start_from=str(text), start_vision_from=str(tower), **checkpoint),
@@ -165,5 +161,5 @@ def test_a_vision_config_with_every_attribute_of_version_4_is_read(folder_of, tm
 def test_what_the_folder_has_otherwise_is_said(folder_of):
     folder = TowerFolder(folder_of("siglip2"))
     tower = dataclasses.replace(folder.tower, activation="relu", num_layers=1, project_dim=8)
-    model = with_text(DecoderConfig(), tower)
+    model = MultimodalConfig.of(DecoderConfig(), tower, image_token=0)
     assert folder.differences(model) == ["model.vision.activation: gelu_tanh -> relu"]
