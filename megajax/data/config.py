@@ -13,13 +13,14 @@ from megajax.fields.ranges import NonNegativeFloat, Range
 
 logger = logging.getLogger("megajax")
 
-SourceKind = Literal["indexed", "text", "mock"]
+SourceKind = Literal["indexed", "text", "drawn", "mock"]
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     source: SourceKind = "mock"
-    """indexed: .bin/.idx files in `paths`; text: text files in `text`; mock: Megatron's mock documents. Follows from
+    """indexed: .bin/.idx files in `paths`; text: text files in `text`; drawn: conversations about bar charts and digits
+    that are drawn when the run starts (data/prepare/drawn_images.py); mock: Megatron's mock documents. Follows from
     `paths` or `text` if these are given and it is not."""
     paths: tuple[str, ...] = ()
     """Prefixes of Megatron .bin/.idx files, blended by their tokens, or with a weight before each, on any scale
@@ -33,8 +34,9 @@ class DataConfig:
     text: tuple[str, ...] = ()
     """Folders or patterns of text files; "stdlib" is the source code of Python's standard library."""
     tokenizer: str = ""
-    """bytes | null:VOCAB | sentencepiece:VOCAB (trained on `text`) | X.model | X/tokenizer.json | X.tiktoken; empty:
-    the tokenizer of `paths` recorded in P.meta.json, or null:VOCAB with the vocabulary of the model."""
+    """bytes | bytes:NAME,... (with special tokens) | null:VOCAB | sentencepiece:VOCAB (trained on `text`) | X.model |
+    X/tokenizer.json | X.tiktoken; empty: the tokenizer of `paths` recorded in P.meta.json, or null:VOCAB with the
+    vocabulary of the model."""
     cache_dir: str = ".cache/megajax"
     """Directory for sample indices and tokenized text."""
     allow_change: bool = False
@@ -54,7 +56,7 @@ class DataConfig:
         self._check_paths()
 
     def _check_source(self) -> None:
-        needed = {"indexed": "paths", "text": "text", "mock": None}[self.source]
+        needed = {"indexed": "paths", "text": "text", "drawn": None, "mock": None}[self.source]
         for field in ("paths", "blend_changes", "eval_paths", "text"):
             used = field == needed or (self.source == "indexed" and field != "text")
             if getattr(self, field) and not used:
@@ -105,6 +107,8 @@ class DataConfig:
         """
         if self.tokenizer or self.source == "text":
             return self
+        if self.source == "drawn":
+            return dataclasses.replace(self, tokenizer="bytes:<image>")
         spec = f"null:{vocab_size - num_added_ids}"
         if self.source == "indexed":
             prefix = prefixes(read_blend(self.paths))[0]

@@ -15,6 +15,7 @@ from megajax.data.blend_file import Entry, phase_weights, prefixes, read_blend, 
 from megajax.data.config import DataConfig
 from megajax.data.indexed.dataset import IndexedDataset
 from megajax.data.indexed.meta import read_meta
+from megajax.data.prepare.drawn_images import prepare_drawn
 from megajax.data.prepare.text_corpus import TextForm, prepare_text
 from megajax.data.samples.dataset import Part, TokenSource
 from megajax.data.samples.gpt import split_ranges
@@ -113,6 +114,10 @@ def build_datasets(
     config.check()
     if config.source == "text":
         train_prefix, eval_prefix, spec = prepare_text(config, text_form)
+        train_paths = (train_prefix,)
+        eval_paths = (eval_prefix,)
+    elif config.source == "drawn":
+        train_prefix, eval_prefix, spec = prepare_drawn(config)
         train_paths = (train_prefix,)
         eval_paths = (eval_prefix,)
     else:
@@ -272,6 +277,7 @@ def _record(
             "tokens": int(part.indexed.lengths.sum(dtype=np.int64)),
             "sha256": (read_meta(part.indexed.prefix) or {}).get("sha256"),
             "fingerprint": part.indexed.fingerprint(),
+            **_of_images(part),
             "holds_out_last": splits[part.indexed.prefix] != split,
         }
         for part in _parts(dataset)
@@ -287,6 +293,11 @@ def _record(
         "changes": cuts[:-1],
         "num_samples": cuts[-1],
     }
+
+
+def _of_images(part: Any) -> dict[str, str]:
+    images = getattr(part, "images", None)
+    return {} if images is None else {"images": images.fingerprint()}
 
 
 def check_same_data(old: dict[str, Any], new: dict[str, Any], where: str) -> None:
@@ -344,8 +355,15 @@ def _changed_files(old: Any, new: list[dict[str, Any]]) -> list[str]:
         return [f"data.paths, {len(old)} -> {len(new)} files: {' -> '.join(names)}"]
     changed = []
     for before, now in zip(old, new, strict=True):
-        compared = ("sequences", "tokens", "sha256", "fingerprint", "holds_out_last")  # of the last see _split
-        different = [key for key in compared if before.get(key) != now[key]]
+        compared = (
+            "sequences",
+            "tokens",
+            "sha256",
+            "fingerprint",
+            "images",
+            "holds_out_last",
+        )  # of the last see _split
+        different = [key for key in compared if before.get(key) != now.get(key)]
         counts = [f"{before.get(key)} -> {now[key]} {key}" for key in different if key in ("sequences", "tokens")]
         if "holds_out_last" in different:
             counts.append("another part held out for evaluation (training.eval_every_steps)")

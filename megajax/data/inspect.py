@@ -7,6 +7,7 @@ indices and first samples under the keys of tests/oracles/gpt_dataset.npz, to co
 """
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from megajax.data.blend import BlendedDataset, normalize_weights, plan_phases
 from megajax.data.config import DataConfig
 from megajax.data.indexed.dataset import IndexedDataset, prefix_of
+from megajax.data.indexed.images import ImageTable, image_table_path
 from megajax.data.indexed.meta import read_meta
 from megajax.data.samples.gpt import GptDataset, GptFormat, split_ranges
 from megajax.data.tokenizers.load import load_tokenizer
@@ -49,6 +51,13 @@ def describe(dataset: IndexedDataset) -> str:
     else:
         ratio = f"{meta['num_bytes'] / meta['num_tokens']:.3f} bytes per token, " if meta["num_tokens"] else ""
         lines.append(f"  tokenizer {meta['tokenizer']} ({meta['vocab_size']:,} ids), {ratio}sha256 {meta['sha256']}")
+    if os.path.exists(image_table_path(dataset.prefix)):
+        table = ImageTable(dataset.prefix)
+        height, width = np.median(table.sizes, axis=0).astype(int) if len(table) else (0, 0)
+        per_document = len(table) / max(1, len(table.first) - 1)
+        lines.append(
+            f"  images {len(table):,}, {per_document:.2f} per document, median height {height:,} and width {width:,}"
+        )
     return "\n".join(lines)
 
 

@@ -9,7 +9,9 @@ as P.tokenizer.model.
 --split_sentences: one sequence per sentence (for BERT). --conversations: each document is a conversation (`messages`:
 [{"role", "content"}, ...]) whose sequences alternate between context (no loss) and answer (loss), starting with a
 context; sequences may be empty. --append_eod (the default) ends the last sequence of a document with the tokenizer's
-end-of-document token, unless the template has written it. An existing dataset is only replaced with --overwrite.
+end-of-document token, unless the template has written it. With --image_token, conversations have images, in .jsonl,
+.json and .tar files, and P.images says where these are (docs/data.md). An existing dataset is only replaced with
+--overwrite.
 
 The output does not depend on --workers: batches of documents are encoded in order, at most a few per worker at a time,
 so memory is constant. `merge`, `verify` and `inspect` as first argument run these commands instead.
@@ -32,6 +34,9 @@ from megajax.data.tokenizers.tokenizer import BytesTokenizer
 from megajax.terminal.announce import announced
 from megajax.terminal.command_line import errors_in_one_line, parse
 from megajax.terminal.progress import progress_bar
+
+# The files of a folder that are read if there are images beside them.
+WITH_IMAGES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".tar")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +66,11 @@ class Options:
     on_error: Literal["raise", "skip"] = "raise"
     """What to do with unreadable documents."""
     max_document_bytes: int = MAX_DOCUMENT_BYTES
-    """Longer lines and text files, unpacked, count as unreadable."""
+    """Longer lines, text files and images, as stored but unpacked, count as unreadable."""
+    image_token: str | None = None
+    """Conversations have images, and this special token of the tokenizer stands for each, such as <|image_pad|>."""
+    images: str | None = None
+    """Folder of the images that records name; default: the folder of the record's file."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -81,8 +90,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for prefix, meta in metas.items():
         print(
             f"{prefix}: {meta['num_documents']:,} documents, {meta['num_tokens']:,} tokens ({meta['dtype']}) of the "
-            f"tokenizer {meta['tokenizer']}, {meta['num_bytes']:,} bytes of text, {meta['num_skipped']} skipped"
+            f"tokenizer {meta['tokenizer']}, {meta['num_bytes']:,} bytes of text, "
+            + (f"{meta['num_images']:,} images, " if "num_images" in meta else "")
+            + f"{meta['num_skipped']} skipped"
         )
+
+
+def _check_images(flags: Options) -> None:
+    if flags.images is not None and flags.image_token is None:
+        raise ValueError("--images: name the token that stands for an image, too, such as --image_token='<image>'")
+    if flags.image_token is None:
+        return
+    if not flags.conversations:
+        raise ValueError("--image_token is only used with --conversations")
+    if flags.json_keys:
+        raise ValueError(
+            "--json_keys is not used with --image_token, which reads records of several forms; leave it out"
+        )
+    if flags.tokenizer.startswith("sentencepiece:"):
+        raise ValueError(
+            f"--tokenizer={flags.tokenizer} will not have the token --image_token={flags.image_token}; name a "
+            "tokenizer that has it"
+        )
+    if flags.images is not None and not os.path.isdir(flags.images):
+        raise ValueError(f"--images={flags.images} is no folder")
 
 
 def _run(flags: Options) -> dict[str, dict]:
@@ -92,11 +123,12 @@ def _run(flags: Options) -> dict[str, dict]:
     form = "conversations" if flags.conversations else "sentences" if flags.split_sentences else "documents"
     if flags.chat_template and form != "conversations":
         raise ValueError("--chat_template is only used with --conversations")
+    _check_images(flags)
     json_keys = flags.json_keys or (("messages",) if form == "conversations" else ("text",))
     if not flags.overwrite:
         for prefix in output_prefixes(output_prefix, json_keys):
             refuse_to_overwrite(prefix)
-    files = expand(flags.input)
+    files = expand(flags.input, WITH_IMAGES if flags.image_token else ("",))
     spec = flags.tokenizer
     template = None
     if spec.startswith("sentencepiece:"):
@@ -107,7 +139,7 @@ def _run(flags: Options) -> dict[str, dict]:
             spec = train_tokenizer(files, spec, f"{output_prefix}.tokenizer", reader, flags.on_error)
     tokenizer = load_tokenizer(spec)
     if form == "conversations":
-        template = load_chat_template(tokenizer, flags.chat_template)
+        template = load_chat_template(tokenizer, flags.chat_template, flags.image_token)
     total = sum(os.path.getsize(path) for path in files)
     with progress_bar("tokens") as advance:
         return preprocess(
@@ -122,6 +154,7 @@ def _run(flags: Options) -> dict[str, dict]:
             num_workers=(os.cpu_count() or 1) if flags.workers is None else flags.workers,
             on_error=flags.on_error,
             max_document_bytes=flags.max_document_bytes,
+            image_folder=flags.images,
             progress=lambda done: advance(done, total),
         )
 

@@ -14,8 +14,10 @@ import os
 import shutil
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import BinaryIO
+
+from megajax.terminal.announce import announced
 
 logger = logging.getLogger("megajax")
 
@@ -55,6 +57,27 @@ def temporary_folder(path: str) -> Iterator[str]:
     finally:
         shutil.rmtree(name, ignore_errors=True)
         os.close(descriptor)
+
+
+def build_once(folder: str, build: Callable[[str], None], what: str) -> None:
+    """Makes `folder` with `build(temporary folder)` unless it exists. A second process on the machine waits for the
+    first. what: is prepared, for messages."""
+    if os.path.isdir(folder):
+        return
+    os.makedirs(os.path.dirname(folder) or ".", exist_ok=True)
+    with open(folder + ".lock", "w") as lock:
+        with announced(f"waiting for another process that prepares {what}"):
+            fcntl.flock(lock, fcntl.LOCK_EX)  # freed by the system if this process dies
+        if os.path.isdir(folder):
+            return
+        with temporary_folder(folder) as temporary:
+            build(temporary)
+            try:
+                os.rename(temporary, folder)
+            except OSError:
+                # another machine on the same file system was faster
+                if not os.path.isdir(folder):
+                    raise
 
 
 def _new_name(path: str) -> str:

@@ -145,4 +145,4 @@ def _texts(path: str) -> Iterator[str]:
             yield reader.file_texts(content, path)[0][0]
             continue
         for read, _ in reader.documents(path, batch.records, batch.first):
-            yield read()[0][0]
+            yield read().texts[0][0]

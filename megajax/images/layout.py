@@ -35,10 +35,8 @@ class Layout:
     """int32 [tokens, 3]: time, row and column of each token, from those of the image (M-RoPE); of one view."""
     advance: int
     """Positions that the image takes: the larger side of its grid of results."""
-
-    @property
-    def num_views(self) -> int:
-        return int(self.places[:, 0].max())
+    bounds: np.ndarray
+    """int32 [views + 1]: where each view begins in `places`, its class token included."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +56,7 @@ class Layouts:
         places: list[np.ndarray] = []
         order: list[np.ndarray] = []
         result_of: list[np.ndarray] = []
+        bounds = [0]
         num_patches = 0
         num_results = 0
         for number, (rows, cols) in enumerate(views, 1):
@@ -75,6 +74,7 @@ class Layouts:
                 places.append(of_class)
                 order.append(np.full(merge**2, -1))
                 num_results += 1
+            bounds.append(num_results * merge**2)
         tokens = self.rule.token_order(height, width)
         index = np.where(tokens == rules.NEWLINE, NEWLINE, np.concatenate(result_of)[tokens])
         rows, cols = (side // merge for side in views[0])
@@ -85,6 +85,7 @@ class Layouts:
             index.astype(np.int32),
             np.column_stack([np.zeros_like(row), row, col]).astype(np.int32),
             max(rows, cols),
+            np.array(bounds, np.int32),
         )
 
     def pixels(self, layout: Layout, views: list[np.ndarray]) -> np.ndarray:

@@ -45,6 +45,8 @@ class ServingConfig:
     """Keep pages of finished requests, and states of layers that have one, for prompts that begin the same way."""
     decode_steps: Annotated[int, Range(at_least=1, at_most=4096)] = 4
     """Tokens per sequence of one call of the device."""
+    image_tokens: PositiveInt = 8192
+    """Results of images on the device whose prompts are being computed; further images wait."""
     draft_tokens: Annotated[int, Range(at_least=0, at_most=1024)] = 0
     """Speculative decoding: guess up to this many tokens per sequence and step; the result is the same. 0: off."""
     draft_method: DraftMethod = "lookup"

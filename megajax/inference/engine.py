@@ -20,6 +20,7 @@ from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.inference.config import ServingConfig
 from megajax.inference.device.batches import Batches, Shapes
 from megajax.inference.device.executor import Executor
+from megajax.inference.device.image_features import ImageFeatures
 from megajax.inference.device.memory import bytes_per_page, kept_sizes, longest_sequence, pool_sizes, visible_tokens
 from megajax.inference.device.programs import Drawn
 from megajax.inference.device.warm_up import Stage, staged
@@ -27,6 +28,7 @@ from megajax.inference.device.weights import serving_weights
 from megajax.inference.draft import DraftModel, check_draft, check_guesses, check_same_tokens, check_states
 from megajax.inference.load import OpenedModel, open_model
 from megajax.inference.results import Output, Results, Stats
+from megajax.inference.scheduling.images import PromptImage, PromptImages, read_image, with_images
 from megajax.inference.scheduling.pages import KeptStates, PagePool
 from megajax.inference.scheduling.scheduler import Limits, Scheduler
 from megajax.inference.scheduling.waiting import Owner
@@ -44,6 +46,7 @@ from megajax.inference.tokens.grammar import Grammars
 from megajax.inference.tokens.sampling import Logprobs, Sampling
 from megajax.mesh.config import MeshConfig
 from megajax.models.model import Model
+from megajax.parallel.encode import num_parts
 
 logger = logging.getLogger("megajax")
 
@@ -100,7 +103,12 @@ class Engine:
         check_states(models, [sizes, *draft_sizes], serving)
         self._max_length = min(longest_sequence(models, serving), sizes.num_pages * sizes.page_size)
         shapes = Shapes.of(sizes, self._max_length, serving.max_batch_tokens, has_kernel=self._platform == "gpu")
-        self.batches = Batches(sizes, shapes, self._vocab_size)
+        reads = self.model.config.image_inputs
+        self.features = None
+        if reads is not None:
+            self.features = ImageFeatures(reads, serving.image_tokens, num_parts(dict(self.mesh.shape)))
+        inputs = self.model.config.inputs(1, packed=False)
+        self.batches = Batches(sizes, shapes, self._vocab_size, inputs, self.features)
         self.pool = PagePool(sizes.num_pages, sizes.page_size, caches_prefixes=serving.prefix_cache)
         limits = Limits(
             shapes.rows[-1],
@@ -110,9 +118,12 @@ class Engine:
             serving.decode_steps,
             serving.draft_tokens,
             visible_tokens(models, [sizes, *draft_sizes]),
+            whole_images="block_ids" in inputs,
+            image_tokens=None if reads is None else serving.image_tokens,
         )
         kept = kept_sizes(self.model, sizes, serving)
-        self.executor = Executor(self.model, self.mesh, sizes, self._vocab_size, serving.decode_steps, kept)
+        parts = (self.model, self.mesh, sizes, self._vocab_size, serving.decode_steps, kept, self.features)
+        self.executor = Executor(*parts)
         self.draft = None
         guess = guessed_before if serving.num_guesses else look_up
         if draft is not None:
@@ -138,6 +149,8 @@ class Engine:
         self.params = new
         if hasattr(self, "scheduler"):
             self.scheduler.forget()
+            if self.features is not None:
+                self.features.forget()
 
     def check_formats(self, params: dict) -> None:
         """Raises ValueError for parameters, or abstract ones, that are quantised in another way than those in use."""
@@ -261,14 +274,20 @@ class Engine:
 
     # ------------------------------------------------------------------ requests
 
-    def submit(self, prompt: Items[int], sampling: Sampling, owner: Owner = Owner()) -> Request:
-        """Queues a prompt, int tokens. owner: those who wait take turns. Raises ValueError for invalid settings, and
-        for a prompt that does not fit."""
+    def submit(
+        self, prompt: Items[int], sampling: Sampling, owner: Owner = Owner(), images: Items[PromptImage] = ()
+    ) -> Request:
+        """Queues a prompt, int tokens. owner: those who wait take turns. images: `read_image` of the images for which
+        tokens stand in the prompt. Raises ValueError for invalid settings, and for a prompt that does not fit."""
         self.check(prompt, sampling)
-        request = Request(list(prompt), sampling, owner=owner)
-        limit = len(prompt) + sampling.max_tokens
+        tokens = list(prompt)
+        of_images = None
+        if images:
+            tokens, of_images = self._with_images(prompt, images, sampling)
+        request = Request(tokens, sampling, owner=owner)
+        limit = len(tokens) + sampling.max_tokens
         self._warn_beyond_training(limit)
-        request.sequences = [Sequence(request, index, list(prompt), limit) for index in range(sampling.n)]
+        request.sequences = [Sequence(request, index, list(tokens), limit, of_images) for index in range(sampling.n)]
         if sampling.prompt_logprobs is not None:
             request.prompt_logprobs = []
         for sequence in request.sequences:
@@ -276,6 +295,42 @@ class Engine:
             self.results.start(sequence)
         self.scheduler.waiting += request.sequences
         return request
+
+    def read_image(self, data: bytes, name: str = "image") -> PromptImage:
+        """An image file, ready to be submitted; any thread may call this. Raises ValueError if it cannot be read, or
+        the model reads no images."""
+        inputs = self.model.config.image_inputs
+        if inputs is None:
+            raise ValueError(f"{name}: model.kind={self.model.config.kind} reads no images")
+        return read_image(data, inputs, name)
+
+    def _with_images(
+        self, prompt: Items[int], images: Items[PromptImage], sampling: Sampling
+    ) -> tuple[list[int], PromptImages]:
+        """Raises ValueError for images that do not fit."""
+        inputs = self.model.config.image_inputs
+        if inputs is None:
+            raise ValueError(f"images: model.kind={self.model.config.kind} reads none")
+        if sampling.prompt_logprobs is not None:
+            raise ValueError(f"prompt_logprobs={sampling.prompt_logprobs} is not supported with images; leave it out")
+        tokens, of_images = with_images(prompt, images, inputs)
+        limits = self.scheduler.limits
+        for number, image in enumerate(images):
+            name = f"image {number} of {image.width} x {image.height} pixels"
+            if image.num_results > self.serving.image_tokens:
+                raise ValueError(
+                    f"{name} has {image.num_results} results of the tower, more than image_tokens="
+                    f"{self.serving.image_tokens}; use image_tokens={image.num_results}, or a smaller image"
+                )
+            if limits.whole_images and image.num_tokens > limits.chunk_tokens:
+                raise ValueError(
+                    f"{name} has {image.num_tokens} tokens, which one call has to compute; use max_batch_tokens="
+                    f"{image.num_tokens}"
+                )
+        config = self.model.config
+        ids = [max(token, 0) for token in tokens]
+        check_prompt("prompt", ids, sampling.max_tokens, self._max_length, config.max_length, config.vocab_size)
+        return tokens, of_images
 
     def _warn_beyond_training(self, limit: int) -> None:
         if self._trained_length is not None and limit > self._trained_length:
@@ -358,6 +413,12 @@ class Engine:
             if chunk.is_last and chunk.sequence.request.sampling.has_adjusted_logits:
                 self.executor.start_row(chunk.sequence.row, *self.batches.penalties(chunk.sequence))
         wants_prompt = any(chunk.sequence.wants_prompt_logprobs for chunk in work.chunks)
+        if self.features is not None:
+            found = [
+                chunk.sequence.images.within(chunk.start, chunk.end) for chunk in work.chunks if chunk.sequence.images
+            ]
+            for batch in self.features.encode([image for images in found for image in images]):
+                self.executor.encode_images(self.params, batch)
         arrays = self.batches.prefill(work)
         if self.draft is not None:
             self.draft.read(*arrays)

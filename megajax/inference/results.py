@@ -72,7 +72,8 @@ class Results:
         """Begins the text of a sequence that was submitted."""
         if self._tokenizer is not None:
             request = sequence.request
-            self.texts[sequence] = TextStream(self._tokenizer, request.prompt, request.sampling.stop)
+            prompt = [token for token in request.prompt if token >= 0]  # below 0: of an image
+            self.texts[sequence] = TextStream(self._tokenizer, prompt, request.sampling.stop)
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends a sequence, unless it has finished."""

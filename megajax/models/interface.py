@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from megajax.fields.kinds import Kinds
+from megajax.images.rows import ImageInputs
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops, LayerConfig, Totals
 from megajax.layers.linear import Linear
@@ -212,6 +213,11 @@ class ModelConfig:
         return {name: layers for name, layers in stacks.items() if roles.get(name, "body") == role}
 
     @property
+    def image_inputs(self) -> ImageInputs | None:
+        """How the model reads images; None: it does not."""
+        return None
+
+    @property
     def has_output_layer(self) -> bool:
         """Whether the loss multiplies hidden states by a matrix of the vocabulary."""
         return True
@@ -276,6 +282,11 @@ class AnyModule(nnx.Module):
         """Reads the next T tokens of each row -> (their hidden states [B, T, D], before `output`; caches).
 
         batch: tokens, positions, int32 [B, T]."""
+        raise NotImplementedError
+
+    def encode_images(self, batch: dict, index_BT: jax.Array) -> jax.Array:
+        """Of a model that reads images: patches, patch_places [B, K, ...] as `inputs` names them, index int32 [B, T] of
+        results -> [B, T, 1 + levels, D], which `extend` reads as `features`."""
         raise NotImplementedError
 
     def encode(self, batch: dict) -> jax.Array:

@@ -15,6 +15,7 @@ from flax import nnx
 
 from megajax.fields.ranges import NonNegativeInt
 from megajax.images.layout import NEWLINE
+from megajax.images.rows import ImageInputs
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops, Totals
 from megajax.layers.transformer import ResidualLayerConfig, TransformerLayerConfig
@@ -86,6 +87,10 @@ class MultimodalConfig(DecoderConfig):
             found["block_ids"] = sequence
         return found
 
+    @property
+    def image_inputs(self) -> ImageInputs:
+        return ImageInputs(self.vision.layouts, self.image_token, self.vision.blocks, self.vision.patches)
+
     def flops_outside(self, sequence_length: int) -> Flops:
         patches = self.vision.blocks * self.vision.patches
         patch = Flops(2 * self.vision.image.patch_size**2 * 3 * self.vision.embed_dim * self.vision.frames)
@@ -147,12 +152,36 @@ class Multimodal(Decoder):
         blocks = {name: batch[name] for name in ("block_ids",) if name in batch}
         return super().block_inputs(batch | {"positions": positions}) | blocks
 
+    def extend(self, batch: dict, caches: dict) -> tuple[jax.Array, dict]:
+        """batch: also position_ids, and with images image_index int32 [B, T], of the rows of features [slots, 1 +
+        levels, D] (encode_images)."""
+        x_BTD, added = self._embed_all(batch, None)
+        x_BTD, layers, _ = self.layers(x_BTD, self.block_inputs(batch) | added, caches["layers"])
+        return x_BTD, {"layers": layers}
+
+    def encode_images(self, batch: dict, index_BT: jax.Array) -> jax.Array:
+        return jnp.stack(self._encoded(batch, index_BT), 2)
+
     def _embed_all(self, batch: dict, key: DropoutKey | None) -> tuple[jax.Array, dict]:
         """-> (x, what the first layers add: added_name)."""
         x_BTD = super().embed(batch, key)
-        if "patches" not in batch:
+        if "image_index" not in batch:
             return x_BTD, {}
         index_BT = batch["image_index"]
+        is_image_BT1 = (index_BT >= 0)[..., None]
+        if "features" in batch:
+            found = jnp.moveaxis(batch["features"][jnp.maximum(index_BT, 0)], 2, 0)
+            results_BTD, *deep = (jnp.where(is_image_BT1, array, 0) for array in found)
+        else:
+            results_BTD, *deep = self._encoded(batch, index_BT)
+        x_BTD = jnp.where(is_image_BT1, results_BTD.astype(x_BTD.dtype), x_BTD)
+        if self.vision.config.newline:
+            newline_D = self.vision.newline[...].astype(x_BTD.dtype)
+            x_BTD = jnp.where((index_BT == NEWLINE)[..., None], newline_D, x_BTD)
+        return x_BTD, {added_name(number): array.astype(x_BTD.dtype) for number, array in enumerate(deep)}
+
+    def _encoded(self, batch: dict, index_BT: jax.Array) -> tuple[jax.Array, ...]:
+        """The results of the tower, and of its deep layers, at these places of the blocks of a row [B, T, D] each."""
         arrays = {name: batch[name] for name in ("patches", "patch_places")}
         graphdef, state = nnx.split((self.vision, getattr(self, TOWER)))
 
@@ -161,9 +190,4 @@ class Multimodal(Decoder):
             x_BPC = vision.embed(arrays)
             return vision.results(layers.outputs(x_BPC, vision.layer_inputs(arrays), vision.config.deep_layers))
 
-        results_BTD, *deep = encode(run, state, arrays, index_BT)
-        x_BTD = jnp.where((index_BT >= 0)[..., None], results_BTD.astype(x_BTD.dtype), x_BTD)
-        if self.vision.config.newline:
-            newline_D = self.vision.newline[...].astype(x_BTD.dtype)
-            x_BTD = jnp.where((index_BT == NEWLINE)[..., None], newline_D, x_BTD)
-        return x_BTD, {added_name(number): array.astype(x_BTD.dtype) for number, array in enumerate(deep)}
+        return encode(run, state, arrays, index_BT)

@@ -24,12 +24,13 @@ def attend_to_pages(
     q_BTNH: jax.Array, pages_ZCKSH: jax.Array, table_BP: jax.Array, lower_BT: jax.Array | None, upper_BT: jax.Array,
     scales_ZCKS: jax.Array | None = None, *, scale: float, mask: Mask = CAUSAL,
     soft_cap: float | None = None, slopes: jax.Array | None = None, sinks: jax.Array | None = None,
-    backend: BackendName = "auto"
+    ahead_BT: jax.Array | None = None, backend: BackendName = "auto"
 ) -> jax.Array:  # fmt: skip
     """softmax(scale * q k^T) v over lower <= slot < upper of the pages of each row -> [B, T, N, H] in q's dtype.
 
     The key of a token itself is in slot upper - 1. The bounds of a row never decrease. A token with lower = upper
     attends to nothing: 0. lower: None: 0, one token per row (T is 1).
+    ahead: int32, further slots after upper that a token attends to; those of a window count from itself.
     mask: of which the window is read: the bounds are the rest. soft_cap, slopes, sinks, backend: as in
     ops/attention.py.
     """
@@ -40,6 +41,9 @@ def attend_to_pages(
     lower_BT = jnp.zeros_like(upper_BT) if lower_BT is None else lower_BT
     if mask.reach is not None:
         lower_BT = jnp.maximum(lower_BT, upper_BT - mask.reach)
+    if ahead_BT is not None:
+        assert slopes is None, "slopes are of causal attention"
+        upper_BT += ahead_BT
     options = Options(mask, scale, soft_cap)
     chosen = choose(_inputs(options, q_BTNH.shape[1], q_BTNH, pages_ZCKSH, has_slopes=slopes is not None), backend)
 

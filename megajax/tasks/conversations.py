@@ -4,13 +4,14 @@ import dataclasses
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 
 from megajax.data.config import DataConfig
 from megajax.data.datasets import Formats
 from megajax.data.samples.sft import SftFormat
 from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.models.interface import AnyModule, BatchArray, LossOptions, LossTerms, ModelConfig
-from megajax.tasks.interface import Task, check_source, with_labels
+from megajax.tasks.interface import Task, check_source, rate, with_labels
 from megajax.tasks.language import next_token_loss
 
 
@@ -23,18 +24,52 @@ class Conversations(Task):
     """What to do with a conversation longer than a sample: raise an error, skip it or truncate it. One without an
     answer is an error with raise, and skipped otherwise."""
 
+    rates_answers: bool = False
+    """Evaluations also report which share of the conversations gets all tokens of its answers right, each from the
+    right ones before it, and with images the same share with those of other conversations and with grey ones."""
+
     heads = ("next_token",)
 
     def check(self, data: DataConfig, model: ModelConfig) -> None:
         super().check(data, model)
-        check_source(self.kind, data, "indexed")
+        check_source(self.kind, data, "indexed", "drawn")
 
     def arrays(self, model: ModelConfig, sequence_length: int) -> dict[str, BatchArray]:
         return with_labels(model.inputs(sequence_length, packed=True))
 
     def formats(self, data: DataConfig, model: ModelConfig, sequence_length: int, tokenizer: Tokenizer) -> Formats:
-        form = SftFormat(on_misfit=self.on_misfit, vocab_size=tokenizer.vocab_size)
+        form = SftFormat(on_misfit=self.on_misfit, vocab_size=tokenizer.vocab_size, images=model.image_inputs)
         return Formats(form, form)
 
     def loss(self, module: AnyModule, h: jax.Array, batch: dict, options: LossOptions) -> LossTerms:
-        return next_token_loss(module, h, batch, options)
+        terms = next_token_loss(module, h, batch, options)
+        if not (options.evaluates and self.rates_answers):
+            return terms
+        rates = {"answers": answered(module, h, batch)}
+        for name, changed in changed_images(batch).items():
+            rates[f"answers_{name}"] = answered(module, module.hidden(changed)[0], changed)
+        return terms._replace(rates=terms.rates | rates)
+
+
+def answered(module: AnyModule, h_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array]:
+    """(conversations whose answers are the most likely tokens, conversations), float32 scalars."""
+    is_answer_BT = batch["loss_weights"] > 0
+    segments_BT = batch["segment_ids"]
+    is_wrong_BT = is_answer_BT & (module.log_probs(h_BTD, batch["labels"]).top != batch["labels"])
+    numbers_S = jnp.arange(1, segments_BT.shape[1] + 1)
+
+    def of_row(segments_T: jax.Array, marked_T: jax.Array) -> jax.Array:
+        """Which conversations of the row have a marked token, bool [T]: by their numbers from 1."""
+        return jnp.zeros(numbers_S.shape, bool).at[segments_T - 1].max(marked_T & (segments_T > 0), mode="drop")
+
+    has_answer_BS = jax.vmap(of_row)(segments_BT, is_answer_BT)
+    is_wrong_BS = jax.vmap(of_row)(segments_BT, is_wrong_BT)
+    return rate(~is_wrong_BS, has_answer_BS)
+
+
+def changed_images(batch: dict) -> dict[str, dict]:
+    """The batch with the images of the next row, and with grey ones; nothing without images."""
+    if "patches" not in batch:
+        return {}
+    exchanged = {name: jnp.roll(batch[name], 1, axis=0) for name in ("patches", "patch_places")}
+    return {"exchanged": batch | exchanged, "grey": batch | {"patches": jnp.full_like(batch["patches"], 128)}}

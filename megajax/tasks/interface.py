@@ -140,10 +140,10 @@ def with_labels(inputs: dict[str, BatchArray]) -> dict[str, BatchArray]:
     return inputs | {"labels": labels, "loss_mask": labels._replace(dtype=jnp.float32)}
 
 
-def check_source(kind: str, data: DataConfig, needed: str) -> None:
-    """Raises ValueError for another data.source than the one that the task reads."""
-    if data.source != needed:
-        raise ValueError(f"task.kind={kind} needs data.source={needed}, not {data.source}")
+def check_source(kind: str, data: DataConfig, *needed: str) -> None:
+    """Raises ValueError for another data.source than those that the task reads."""
+    if data.source not in needed:
+        raise ValueError(f"task.kind={kind} needs data.source={' or '.join(needed)}, not {data.source}")
 
 
 def rate(is_right: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:

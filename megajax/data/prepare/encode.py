@@ -3,13 +3,15 @@
 import collections
 import dataclasses
 import multiprocessing
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 
 from megajax.data.indexed.dataset import token_dtype
-from megajax.data.prepare.read_input import Batch, Reader, read_file
+from megajax.data.indexed.images import ImagePlace
+from megajax.data.prepare.read_input import Batch, Document, Reader, read_file
 from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.data.worker_process import end_with_parent
 
@@ -28,12 +30,20 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """The result of a batch for one file: one block per key. skipped: a message per document that could not be read."""
+    """The result of a batch for one file: one block per key. skipped: a message per document that could not be read;
+    images: of each document, if the reader reads them."""
 
     file: int
     blocks: list[Block]
     skipped: list[str]
+    images: list[tuple[ImagePlace, ...]] = dataclasses.field(default_factory=list)
     sha256: str | None = None
+
+
+class EncodedDocument(NamedTuple):
+    keys: list[tuple[list[list[int]], int]]
+    """For each key: the sequences of tokens, and the number of bytes of text."""
+    images: tuple[ImagePlace, ...]
 
 
 class Encoder:
@@ -46,6 +56,7 @@ class Encoder:
         self.reader = reader
         self.end = [tokenizer.eod_id] if append_eod and tokenizer.eod_id is not None else []
         self.dtype = token_dtype(tokenizer.vocab_size)
+        self.image_id = image_id(tokenizer, reader.image_token) if reader.image_token else None
 
     def __call__(self, batch: Batch) -> list[Encoded]:
         if batch.records is None:
@@ -58,7 +69,7 @@ class Encoder:
             except ValueError as error:  # from JSON, UTF-8, the template or the tokenizer
                 skipped.append(str(error))
         skipped += [batch.problem] if batch.problem else []
-        return [Encoded(batch.files[0][0], self._blocks(encoded), skipped)]
+        return [self._encoded(batch.files[0][0], encoded, skipped)]
 
     def _encode_file(self, number: int, path: str) -> Encoded:
         encoded = []
@@ -66,36 +77,42 @@ class Encoder:
         digest = None
         try:
             content, digest = read_file(path, self.reader)
-            encoded.append(self._encode(self.reader.file_texts(content, path), path))
+            encoded.append(self._encode(Document(self.reader.file_texts(content, path)), path))
         except ValueError as error:
             skipped.append(str(error))
-        return Encoded(number, self._blocks(encoded), skipped, digest)
+        return self._encoded(number, encoded, skipped, digest)
 
-    def _encode(self, texts: list[list[str]], where: str) -> list[tuple[list[list[int]], int]]:
-        """For each key: the sequences of tokens, and the number of bytes of text."""
+    def _encode(self, document: Document, where: str) -> EncodedDocument:
         is_conversation = self.reader.form == "conversations"
         encode = self.tokenizer.encode_template if is_conversation else self.tokenizer.encode
         keys = []
-        for parts in texts:
+        for parts in document.texts:
             try:
                 sequences = [encode(part) for part in parts]
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
             if not is_conversation:
                 sequences = [ids for ids in sequences if ids]
+            if self.image_id is not None:
+                _check_images(sequences, self.image_id, len(document.images), where)
             # a template may have written the end itself
             if sequences and not (is_conversation and sequences[-1][-1:] == self.end):
                 sequences = [*sequences[:-1], [*sequences[-1], *self.end]]
             keys.append((sequences, sum(len(part.encode()) for part in parts)))
-        return keys
+        return EncodedDocument(keys, document.images)
 
-    def _blocks(self, documents: list[list[tuple[list[list[int]], int]]]) -> list[Block]:
+    def _encoded(
+        self, file: int, documents: Sequence[EncodedDocument], skipped: list[str], digest: str | None = None
+    ) -> Encoded:
         # a record is kept if one of its keys has text, so that document i of all keys comes from the same record
-        kept = [document for document in documents if any(sequences for sequences, _ in document)]
-        return [
-            self._block([document[key][0] for document in kept], sum(document[key][1] for document in documents))
+        kept = [document for document in documents if any(sequences for sequences, _ in document.keys)]
+        blocks = [
+            self._block(
+                [document.keys[key][0] for document in kept], sum(document.keys[key][1] for document in documents)
+            )
             for key in range(len(self.reader.json_keys))
         ]
+        return Encoded(file, blocks, skipped, [document.images for document in kept], digest)
 
     def _block(self, documents: list[list[list[int]]], num_text_bytes: int) -> Block:
         parts = [np.array(ids, self.dtype) for document in documents for ids in document]
@@ -104,6 +121,26 @@ class Encoder:
             np.array([len(part) for part in parts], np.int32),
             np.array([len(document) for document in documents], np.int64),
             num_text_bytes,
+        )
+
+
+def image_id(tokenizer: Tokenizer, image_token: str) -> int:
+    """Raises ValueError if the tokenizer does not write exactly one id for the image token."""
+    ids = tokenizer.encode_template(image_token)
+    if len(ids) != 1:
+        raise ValueError(
+            f"--image_token={image_token} is {len(ids)} tokens of this tokenizer; name one of its special tokens, such "
+            "as <image> or <|image_pad|>"
+        )
+    return ids[0]
+
+
+def _check_images(sequences: list[list[int]], token: int, num_images: int, where: str) -> None:
+    found = sum(ids.count(token) for ids in sequences)
+    if found != num_images:
+        raise ValueError(
+            f"{where}: the chat template wrote {found} image tokens for {num_images} images; use one that writes the "
+            "token once for each part of type image"
         )
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from megajax.data.indexed.dataset import HEADER, WRITE_BLOCK, IndexedDataset, IndexedDatasetWriter, prefix_of
+from megajax.data.indexed.images import ImageTable, image_table_path
 from megajax.data.indexed.meta import COUNTS, make_meta, read_meta, write_meta
 from megajax.data.prepare.write_tokens import refuse_to_overwrite
 from megajax.terminal.command_line import errors_in_one_line, parse
@@ -64,6 +65,8 @@ def _check(datasets: Sequence[IndexedDataset], metas: Sequence[dict | None], out
                 f"merge: {dataset.prefix}.bin holds {dataset.dtype}, {first.prefix}.bin {first.dtype}; "
                 "preprocess one of them again"
             )
+        if os.path.exists(image_table_path(dataset.prefix)):
+            raise ValueError(f"merge: {dataset.prefix} has images, which are not merged; preprocess its input again")
         index_size = HEADER.size + 12 * len(dataset) + 8 * len(dataset.document_indices)
         if os.path.getsize(dataset.prefix + ".idx") != index_size:
             raise ValueError(f"merge: {dataset.prefix}.idx has modes of sequences (multimodal), which are not merged")
@@ -92,7 +95,8 @@ def _token_blocks(dataset: IndexedDataset) -> Iterator[np.ndarray]:
 def verify(prefix: str) -> str:
     """Returns a one-line summary. Raises ValueError, naming the file, if anything is wrong.
 
-    Checks that .bin and .idx belong together, that the tokenizer has every token id, the counts, and the sha256.
+    Checks that .bin and .idx belong together, that the tokenizer has every token id, the counts, and the sha256; of
+    images, the sha256 of the table, and that their files are there, as large as they were.
     """
     dataset = IndexedDataset(prefix)
     meta = read_meta(prefix)
@@ -117,7 +121,23 @@ def verify(prefix: str) -> str:
             f"{prefix}.bin: its sha256 is {digest.hexdigest()}, {prefix}.meta.json says {meta['sha256']}; the tokens "
             "have been changed or damaged: copy or build it again"
         )
-    return f"{prefix}: OK, {num_tokens:,} tokens of {counts['num_documents']:,} documents, sha256 {meta['sha256']}"
+    images = f"{_verify_images(prefix, meta):,} images, " if "image_token" in meta else ""
+    return (
+        f"{prefix}: OK, {num_tokens:,} tokens of {counts['num_documents']:,} documents, {images}sha256 {meta['sha256']}"
+    )
+
+
+def _verify_images(prefix: str, meta: dict) -> int:
+    """Number of images."""
+    table = ImageTable(prefix)
+    found = table.fingerprint()
+    if found != meta.get("images_sha256"):
+        raise ValueError(
+            f"{image_table_path(prefix)}: its sha256 is {found}, {prefix}.meta.json says {meta.get('images_sha256')}; "
+            "it has been changed or damaged: copy or build it again"
+        )
+    table.check_files()
+    return len(table)
 
 
 def _describe_bad_token(dataset: IndexedDataset, index: int, token: int, vocab_size: int) -> str:

@@ -15,13 +15,20 @@ import io
 import json
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from megajax.data.indexed.images import ImagePlace
+from megajax.data.prepare.image_records import ImageSource, conversation, find_file, place_of
+from megajax.data.prepare.json_array import JsonArray
 from megajax.data.prepare.sentences import split_sentences
+from megajax.data.prepare.tar_samples import TarSample, tar_samples
 from megajax.data.tokenizers.chat_template import ChatTemplate
 
 # Size of a batch, the unit of work of a worker: this many bytes of lines, or of whole files.
 BATCH_BYTES = 1 << 20
+# The same where the images of every conversation are decoded, which takes far longer than its text.
+IMAGE_BATCH_BYTES = 1 << 14
+IMAGE_BATCH_SAMPLES = 32  # of a tar
 FORMS = "documents", "sentences", "conversations"
 # Limit of a document: a line of .jsonl or a text file, decompressed. Encoding takes about ten times as much memory.
 MAX_DOCUMENT_BYTES = 1 << 27
@@ -30,12 +37,20 @@ PACKED_BYTES = 1 << 10
 MOST_NAMES = 20  # of fields or columns in a message
 
 
-Records = tuple[bytes | dict | None, ...]
+Record = bytes | dict | TarSample | None
+Records = tuple[Record, ...]
+
+
+class Document(NamedTuple):
+    texts: list[list[str]]
+    """For each key: the sequences."""
+    images: tuple[ImagePlace, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Documents to encode: lines (bytes) or rows (dict) of one file, or whole files. `files`: (number, path)."""
+    """Documents to encode: lines (bytes), rows (dict) or samples of one file, or whole files. `files`: (number,
+    path)."""
 
     files: tuple[tuple[int, str], ...]
     records: Records | None = None
@@ -49,12 +64,38 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """Batch -> texts of its documents. `texts` of one document: a list of sequences for each key."""
+    """Batch -> its documents.
+
+    Conversations have images if the template has an image token. image_folder: of the paths in records; None: the
+    folder of the record's file.
+    """
 
     json_keys: tuple[str, ...] = ("text",)
     form: str = "documents"
     template: ChatTemplate | None = None
     max_document_bytes: int = MAX_DOCUMENT_BYTES
+    image_folder: str | None = None
+
+    @property
+    def image_token(self) -> str | None:
+        return self.template.image_token if self.template else None
+
+    @property
+    def batch_bytes(self) -> int:
+        return IMAGE_BATCH_BYTES if self.image_token else BATCH_BYTES
+
+    def kind_of(self, path: str) -> str:
+        """jsonl, json, parquet, tar or text."""
+        name = path.removesuffix(".gz").removesuffix(".zst")
+        if name.endswith(".json") and self.form == "conversations":
+            return "json"
+        if path.endswith(".tar") and self.image_token:
+            return "tar"
+        return "jsonl" if name.endswith(".jsonl") else "parquet" if path.endswith(".parquet") else "text"
+
+    def word(self, path: str) -> str:
+        """What a document of the file is called in messages."""
+        return {"parquet": "row", "json": "record"}.get(self.kind_of(path), "line")
 
     def check(self, files: Sequence[str]) -> None:
         """Raises ValueError if this form cannot be read from one of the files."""
@@ -66,7 +107,9 @@ class Reader:
             raise ValueError(f"--json_keys={list(self.json_keys)} must be distinct names, at least one")
         if self.form == "conversations" and len(self.json_keys) > 1:
             raise ValueError(f"--json_keys={list(self.json_keys)}: --conversations reads one key; name one")
-        plain = [path for path in files if kind_of(path) == "text"]
+        if self.image_token:
+            self._check_images(files)
+        plain = [path for path in files if self.kind_of(path) == "text"]
         if plain and (self.form == "conversations" or len(self.json_keys) > 1):
             what = "--conversations" if self.form == "conversations" else "--json_keys with several names"
             raise ValueError(f"{what} needs records, and {plain[0]} is plain text; name .jsonl or .parquet files")
@@ -75,14 +118,24 @@ class Reader:
             if named and importlib.util.find_spec(package) is None:
                 raise ValueError(f"{named[0]} needs the package {package}; pip install 'megajax[data]'")
 
-    def documents(self, path: str, records: Records, first: int) -> Iterator[tuple[Callable[[], list[list[str]]], str]]:
-        """(function that returns the texts or raises ValueError, location) of each of some records of a file. first:
+    def _check_images(self, files: Sequence[str]) -> None:
+        wrong = [path for path in files if self.kind_of(path) in ("text", "parquet")]
+        if wrong:
+            raise ValueError(
+                f"--image_token: {wrong[0]} is no .jsonl, .json or .tar; decompress a .tar first, whose images are "
+                "read in place"
+            )
+        if importlib.util.find_spec("PIL") is None:
+            raise ValueError("--image_token needs the package Pillow; pip install 'megajax[images]'")
+
+    def documents(self, path: str, records: Records, first: int) -> Iterator[tuple[Callable[[], Document], str]]:
+        """(function that returns the document or raises ValueError, location) of each of some records of a file. first:
         number of the first of them."""
-        word = "row" if kind_of(path) == "parquet" else "line"
+        word = self.word(path)
         for i, record in enumerate(records, first):
             if not isinstance(record, bytes) or record.strip():
-                where = f"{path} {word} {i}"
-                yield lambda record=record, where=where: self._record_texts(record, where), where
+                where = f"{path} sample {record.key}" if isinstance(record, TarSample) else f"{path} {word} {i}"
+                yield lambda record=record, where=where: self._document(record, path, where), where
 
     def file_texts(self, content: bytearray, path: str) -> list[list[str]]:
         return [self._sequences(_decode(content, path))]
@@ -93,7 +146,7 @@ class Reader:
             "with --max_document_bytes"
         )
 
-    def _record_texts(self, record: bytes | dict | None, where: str) -> list[list[str]]:
+    def _document(self, record: Any, path: str, where: str) -> Document:
         if record is None:
             raise self.too_long(where)
         if isinstance(record, bytes):
@@ -102,8 +155,11 @@ class Reader:
                 record = json.loads(text)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where}: not JSON ({error})") from None
+        if self.image_token:
+            return self._with_images(record, path, where)
         if self.form == "conversations":
-            return [self._spans(record, where)]
+            messages = self._messages(record, where)
+            return Document([self._spans(messages, record.get("tools"), where)])
         texts = []
         for key in self.json_keys:
             value = _field(record, key, where)
@@ -113,12 +169,26 @@ class Reader:
             if len(text) > self.max_document_bytes:  # of a row; lines are limited earlier
                 raise self.too_long(where)
             texts.append(self._sequences(text))
-        return texts
+        return Document(texts)
 
     def _sequences(self, text: str) -> list[str]:
         return split_sentences(text) if self.form == "sentences" else [text]
 
-    def _spans(self, record: Any, where: str) -> list[str]:
+    def _with_images(self, record: Any, path: str, where: str) -> Document:
+        try:
+            sources = []
+            if isinstance(record, TarSample):
+                sources = record.images()
+                record = record.record(self.max_document_bytes)
+            messages, paths = conversation(record, len(sources))
+            folder = os.path.dirname(path) if self.image_folder is None else self.image_folder
+            sources = sources or [ImageSource(find_file(folder, name)) for name in paths]
+            places = tuple(place_of(source, self.max_document_bytes) for source in sources)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{where}: {error}") from None
+        return Document([self._spans(messages, record.get("tools"), where)], places)
+
+    def _messages(self, record: Any, where: str) -> list[dict]:
         messages = _field(record, self.json_keys[0], where)
         if not isinstance(messages, list) or not all(
             isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
@@ -128,14 +198,16 @@ class Reader:
                 "--json_keys"
             )
         # a column has every field in every row, and null where a message has none
-        messages = [
+        return [
             {key: value for key, value in message.items() if value is not None or key == "content"}
             for message in messages
         ]
+
+    def _spans(self, messages: list[dict], tools: Any, where: str) -> list[str]:
         if self.template is None:
             raise ValueError("form=conversations needs a chat template")
         try:
-            spans = self.template.spans(messages, record.get("tools"))
+            spans = self.template.spans(messages, tools)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
         return [_checked(span, where) for span in spans]
@@ -238,9 +310,8 @@ def _unpacked(path: str, raw: HashedFile) -> io.BufferedIOBase:
     return io.BufferedReader(ZstdFile(file), BATCH_BYTES) if path.endswith(".zst") else file
 
 
-def _damaged(path: str, error: Exception, line: int | None = None) -> str:
-    location = path if line is None else f"{path} after line {line}"
-    return f"{location}: cannot be read, copy it again ({type(error).__name__}: {error})"
+def _damaged(path: str, error: Exception, after: str = "") -> str:
+    return f"{path}{after}: cannot be read, copy it again ({type(error).__name__}: {error})"
 
 
 def read_file(path: str, reader: Reader) -> tuple[bytearray, str]:
@@ -259,23 +330,18 @@ def read_file(path: str, reader: Reader) -> tuple[bytearray, str]:
     return content, digest
 
 
-def kind_of(path: str) -> str:
-    """jsonl, parquet or text."""
-    name = path.removesuffix(".gz").removesuffix(".zst")
-    return "jsonl" if name.endswith(".jsonl") else "parquet" if path.endswith(".parquet") else "text"
-
-
 def as_pattern(entry: str) -> str:
     """A folder becomes the pattern of all files in it, at any depth, except hidden ones; a pattern stays as it is."""
     return os.path.join(glob.escape(entry), "**", "*") if os.path.isdir(entry) else entry
 
 
-def expand(entries: Sequence[str]) -> list[str]:
-    """Files in the folders and files that match the patterns (including `**`), sorted per entry. Raises ValueError if
-    there is none."""
+def expand(entries: Sequence[str], suffixes: tuple[str, ...] = ("",)) -> list[str]:
+    """Files in the folders, with one of the suffixes, and files that match the patterns (including `**`), sorted per
+    entry. Raises ValueError if there is none."""
     files = []
     for entry in entries:
         found = sorted(path for path in glob.glob(as_pattern(entry), recursive=True) if os.path.isfile(path))
+        found = [path for path in found if path.endswith(suffixes)] if os.path.isdir(entry) else found
         if not found:
             raise ValueError(f"--input: no file {'in' if os.path.isdir(entry) else 'matches'} {entry}")
         files += found
@@ -287,7 +353,7 @@ def read_batches(files: Sequence[str], reader: Reader, digests: dict[int, str]) 
     pending = []
     size = 0
     for number, path in enumerate(files):
-        kind = kind_of(path)
+        kind = reader.kind_of(path)
         if pending and (kind != "text" or size >= BATCH_BYTES):
             yield Batch(tuple(pending), num_bytes=size)
             pending = []
@@ -296,7 +362,8 @@ def read_batches(files: Sequence[str], reader: Reader, digests: dict[int, str]) 
             pending.append((number, path))
             size += os.path.getsize(path)
         else:
-            yield from (_line_batches if kind == "jsonl" else _row_batches)(number, path, reader, digests)
+            batches = {"parquet": _row_batches, "tar": _tar_batches}.get(kind, _line_batches)
+            yield from batches(number, path, reader, digests)
     if pending:
         yield Batch(tuple(pending), num_bytes=size)
 
@@ -310,14 +377,16 @@ def _line_batches(number: int, path: str, reader: Reader, digests: dict[int, str
     reported = 0
     with contextlib.closing(HashedFile(path)) as raw:
         file = _unpacked(path, raw)
+        if reader.kind_of(path) == "json":
+            file = JsonArray(file)
         while True:
             line = b""
             is_whole = True
             try:
                 line, is_whole = _read_line(file, reader.max_document_bytes)
             except Exception as error:  # every kind of file has its own errors
-                problem = _damaged(path, error, first + len(lines) - 1)
-            if not line or size >= BATCH_BYTES:
+                problem = _damaged(path, error, f" after {reader.word(path)} {first + len(lines) - 1}")
+            if not line or size >= reader.batch_bytes:
                 yield Batch(files, tuple(lines), first, raw.num_bytes - reported, problem)
                 first += len(lines)
                 lines = []
@@ -330,7 +399,7 @@ def _line_batches(number: int, path: str, reader: Reader, digests: dict[int, str
         digests[number] = raw.finish()
 
 
-def _read_line(file: io.BufferedIOBase, max_bytes: int) -> tuple[bytes, bool]:
+def _read_line(file: io.BufferedIOBase | JsonArray, max_bytes: int) -> tuple[bytes, bool]:
     """(line, True); b"" at the end of the file. For a longer line: (its beginning, False), skipping the rest."""
     line = file.readline(max_bytes + 1)
     if len(line) <= max_bytes:
@@ -339,6 +408,27 @@ def _read_line(file: io.BufferedIOBase, max_bytes: int) -> tuple[bytes, bool]:
     while rest and not rest.endswith(b"\n"):
         rest = file.readline(BATCH_BYTES)
     return line[:1], False
+
+
+def _tar_batches(number: int, path: str, reader: Reader, digests: dict[int, str]) -> Iterator[Batch]:
+    """Without a hash: a tar is mostly images, and not read as a whole."""
+    files = ((number, path),)
+    samples = []
+    first = 1
+    done = 0
+    problem = None
+    try:
+        for sample in tar_samples(path):
+            samples.append(sample)
+            if len(samples) == IMAGE_BATCH_SAMPLES:
+                end = sample.members[-1].offset
+                yield Batch(files, tuple(samples), first, end - done)
+                first += len(samples)
+                samples = []
+                done = end
+    except Exception as error:  # tarfile raises others than its own
+        problem = _damaged(path, error)
+    yield Batch(files, tuple(samples), first, os.path.getsize(path) - done, problem)
 
 
 def _row_batches(number: int, path: str, reader: Reader, digests: dict[int, str]) -> Iterator[Batch]:

@@ -4,7 +4,6 @@
 machine has. About 5 % of the bytes (whole files, chosen by a hash of their names) are held out for evaluation.
 """
 
-import fcntl
 import glob
 import hashlib
 import itertools
@@ -18,7 +17,7 @@ from megajax.data.config import DataConfig
 from megajax.data.prepare.read_input import Reader, as_pattern
 from megajax.data.prepare.train_tokenizer import train_tokenizer
 from megajax.data.prepare.write_tokens import preprocess
-from megajax.data.temporary import temporary_folder
+from megajax.data.temporary import build_once
 from megajax.data.tokenizers.load import FILE_TOKENIZERS, load_tokenizer
 from megajax.terminal.announce import announced
 
@@ -46,13 +45,7 @@ def prepare_text(config: DataConfig, form: TextForm) -> tuple[str, str, str]:
     """
     files = find_files(config.text)
     folder = os.path.join(config.cache_dir, "text-" + _key(config, form, files))
-    if not os.path.isdir(folder):
-        os.makedirs(config.cache_dir, exist_ok=True)
-        with open(folder + ".lock", "w") as lock:
-            with announced("waiting for another process that prepares the same text"):
-                fcntl.flock(lock, fcntl.LOCK_EX)  # freed by the system if this process dies
-            if not os.path.isdir(folder):
-                _build(files, config, form, folder)
+    build_once(folder, lambda temporary: _build(files, config, form, folder, temporary), "the same text")
     spec = config.tokenizer
     if spec.startswith("sentencepiece:"):
         spec = os.path.join(folder, "tokenizer.model")
@@ -116,7 +109,7 @@ def _held_out(files: list[tuple[str, str]]) -> set[str]:
     return chosen or {min(files, key=lambda file: (os.path.getsize(file[1]), file[0]))[1]}
 
 
-def _build(files: list[tuple[str, str]], config: DataConfig, form: TextForm, folder: str) -> None:
+def _build(files: list[tuple[str, str]], config: DataConfig, form: TextForm, folder: str, temporary: str) -> None:
     if len(files) < 2:
         raise ValueError(
             f"data.text: {files[0][1]} alone cannot be split into training and evaluation text; name at least two files"
@@ -125,27 +118,20 @@ def _build(files: list[tuple[str, str]], config: DataConfig, form: TextForm, fol
     held_out = [path for _, path in files if path in chosen]
     training = [path for _, path in files if path not in chosen]
     logger.info("preparing %d text files in %s (once)", len(files), folder)
-    with temporary_folder(folder) as temporary:
-        spec = config.tokenizer
-        if spec.startswith("sentencepiece:"):
-            with announced(f"training the tokenizer {spec}"):
-                spec = train_tokenizer(training, spec, os.path.join(temporary, "tokenizer"), Reader(), "skip")
-        tokenizer = load_tokenizer(spec)
-        for part, paths in (("train", training), ("eval", held_out)):
-            prefix = os.path.join(temporary, part)
-            workers = _num_workers(paths)
-            # A broad pattern also matches files that are not text: they are logged and skipped.
-            with announced(f"tokenizing {len(paths):,} text files"):
-                preprocess(
-                    paths, prefix, tokenizer, os.path.basename(spec), form=form.sequences,
-                    append_eod=form.appends_end, num_workers=workers, on_error="skip",
-                )  # fmt: skip
-        try:
-            os.rename(temporary, folder)
-        except OSError:
-            # another machine on the same file system was faster
-            if not os.path.isdir(folder):
-                raise
+    spec = config.tokenizer
+    if spec.startswith("sentencepiece:"):
+        with announced(f"training the tokenizer {spec}"):
+            spec = train_tokenizer(training, spec, os.path.join(temporary, "tokenizer"), Reader(), "skip")
+    tokenizer = load_tokenizer(spec)
+    for part, paths in (("train", training), ("eval", held_out)):
+        prefix = os.path.join(temporary, part)
+        workers = _num_workers(paths)
+        # A broad pattern also matches files that are not text: they are logged and skipped.
+        with announced(f"tokenizing {len(paths):,} text files"):
+            preprocess(
+                paths, prefix, tokenizer, os.path.basename(spec), form=form.sequences,
+                append_eod=form.appends_end, num_workers=workers, on_error="skip",
+            )  # fmt: skip
 
 
 def _num_workers(paths: list[str]) -> int:

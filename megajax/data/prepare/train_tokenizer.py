@@ -46,4 +46,4 @@ def _texts(path: str, reader: Reader, on_error: str) -> Iterator[str]:
                 continue
             for read, _ in reader.documents(path, batch.records, batch.first):
                 with contextlib.suppress(*suppressed):
-                    yield "\n".join("".join(sequences) for sequences in read())
+                    yield "\n".join("".join(sequences) for sequences in read().texts)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from megajax.data.indexed.dataset import IndexedDatasetWriter
+from megajax.data.indexed.images import ImageTable, ImageTableWriter, image_table_path
 from megajax.data.indexed.meta import COUNTS, make_meta, read_meta, write_meta
 from megajax.data.prepare.encode import Block, Encoder, encode_in_order
 from megajax.data.prepare.read_input import MAX_DOCUMENT_BYTES, Reader, read_batches, shortened
@@ -30,6 +31,7 @@ def preprocess(
     num_workers: int = 1,
     on_error: str = "raise",
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
+    image_folder: str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, dict]:
     """Encodes `files`, in this order, as an indexed dataset, or one per key; returns prefix -> its meta.json.
@@ -39,10 +41,13 @@ def preprocess(
     line); "skip" omits, logs and counts such documents. Empty documents are omitted; with several keys, a record with
     an empty text for one key becomes a document without sequences there. Input without any text is refused
     (ValueError). progress: called with the number of input bytes done.
+
+    With a template that has an image token, conversations have images, and `PREFIX.images` says which. image_folder:
+    see Reader. Images are read, and one that is missing or damaged counts as a document that cannot be read.
     """
     if form == "conversations":
         template = template or load_chat_template(tokenizer)
-    reader = Reader(tuple(json_keys), form, template, max_document_bytes)
+    reader = Reader(tuple(json_keys), form, template, max_document_bytes, image_folder)
     reader.check(files)
     encoder = Encoder(tokenizer, reader, append_eod)
     prefixes = output_prefixes(output_prefix, json_keys)
@@ -50,6 +55,7 @@ def preprocess(
     digests: dict[int, str] = {}
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(IndexedDatasetWriter(prefix, encoder.dtype)) for prefix in prefixes]
+        image_writers = [stack.enter_context(ImageTableWriter(output_prefix))] if reader.image_token else []
         batches = read_batches(files, reader, digests)
         results = stack.enter_context(contextlib.closing(encode_in_order(batches, encoder, num_workers)))
         for batch, encoded in results:
@@ -59,6 +65,8 @@ def preprocess(
                     writer.add_tokens(block.tokens)
                     writer.add_index(block.lengths, block.sequences)
                     count[part.file].update(_count(block), num_skipped=len(part.skipped))
+                for writer in image_writers:
+                    writer.add(part.images)
                 if part.sha256:
                     digests[part.file] = part.sha256
             if progress is not None:
@@ -74,7 +82,14 @@ def preprocess(
         "form": form,
         "chat_template": template.identity if template else None,
     }
+    if reader.image_token:
+        table = ImageTable(output_prefix)
+        facts |= {"image_token": reader.image_token, "image_id": encoder.image_id, "num_images": len(table)}
+        facts |= {"images_sha256": table.fingerprint()}
     metas = {}
+    for prefix in prefixes:
+        if not reader.image_token and os.path.exists(image_table_path(prefix)):
+            os.remove(image_table_path(prefix))  # of the dataset that this one replaces
     for prefix, key, writer, count in zip(prefixes, json_keys, writers, counts, strict=True):
         inputs = [
             {"path": path, "sha256": digests.get(number)} | {name: count[number][name] for name in COUNTS}

@@ -12,23 +12,36 @@ like a shorter one.
 Packing is best fit, longest first (Johnson 1974, https://doi.org/10.1137/0203025), within windows of the shuffled
 order. Of lengths drawn from a lognormal distribution (sigma 1, T = 4096) it fills 99.7 % of the tokens of all samples
 at median 100, 99.9 % at median 400.
+
+A conversation may have images (data/indexed/images.py). In the file one token stands for each; a sample has as many as
+the model reads (images/rows.py), and packing fills its patches too. An image is never cut.
 """
 
 import bisect
+import collections
 import dataclasses
 import logging
 import multiprocessing
+import os
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal
 
 import numpy as np
 
+from megajax.data.indexed.images import ImageTable, image_table_path
 from megajax.data.indexed.index_cache import content_hash, load_or_build
+from megajax.data.indexed.meta import read_meta
 from megajax.data.samples.dataset import Part, SampleDataset, TokenSource
+from megajax.images.decode import decode
+from megajax.images.layout import TEXT
+from megajax.images.rows import ImageInputs
 
 logger = logging.getLogger("megajax")
 # Number of conversations packed together: with 1,024 the two examples fill 98.8 % and 99.6 %.
 WINDOW = 4096
 PAD = 0  # token and label of padding
+# Open samples that are tried for a conversation with images, those with the least room for its tokens first.
+TRIED = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +53,8 @@ class SftFormat:
     answer to learn (after truncation) is refused by raise, and skipped otherwise."""
     vocab_size: int | None = None
     """Token ids must be below this; None: not checked."""
+    images: ImageInputs | None = None
+    """How the model reads images; None: it does not."""
 
     of_documents: ClassVar[bool] = True
     is_plain_text: ClassVar[bool] = False
@@ -54,7 +69,8 @@ class SftDataset(SampleDataset[SftFormat]):
     """A part is documents, each a conversation. `dataset[i]` is a dict of arrays [T]: tokens and labels int32;
     loss_mask float32, 1 where the label is a token of an answer; positions int32, from 0 in each conversation;
     segment_ids int32, 1, 2, ... for conversations and 0 for padding. The last token of a conversation has the label
-    PAD, without loss.
+    PAD, without loss. For a model that reads images also the arrays of MultimodalConfig.inputs; a token of an image is
+    not learnt.
     Attributes: tokens_per_epoch, of the used conversations after truncation; num_conversations, used; num_long, skipped
     or truncated; num_unanswered, skipped.
     Raises ValueError with document number and length for a misfit, and if no conversation is left.
@@ -64,6 +80,15 @@ class SftDataset(SampleDataset[SftFormat]):
         begin, end = self.part
         boundaries = np.asarray(self.indexed.document_indices[begin : end + 1])
         lengths = np.asarray(self.indexed.lengths[boundaries[0] : boundaries[-1]])
+        self.images = self._open_images()
+        of_images = {}
+        if self.images is not None:
+            first = np.asarray(self.images.first[begin : end + 1])
+            of_images = {
+                "images": content_hash(first),
+                "image_sizes": content_hash(np.asarray(self.images.sizes[first[0] : first[-1]])),
+                "image_inputs": dataclasses.asdict(self.image_inputs),
+            }
         arrays = load_or_build(
             self.cache_dir,
             "sft",
@@ -75,6 +100,7 @@ class SftDataset(SampleDataset[SftFormat]):
                 "sequence_length": self.sequence_length,
                 "seed": self.seed,
                 "on_misfit": self.sample_format.on_misfit,
+                **of_images,
             },
             lambda: self._build(boundaries, lengths),
         )
@@ -89,15 +115,51 @@ class SftDataset(SampleDataset[SftFormat]):
                 end - begin,
                 self.num_long,
                 self.sequence_length + 1,
-                "cut" if self.sample_format.on_misfit == "truncate" else "left out",
+                "cut, or left out if they have images" if self.sample_format.on_misfit == "truncate" else "left out",
                 self.num_unanswered,
             )
 
     def __len__(self) -> int:
         return len(self.sample_index) - 1
 
+    @property
+    def image_inputs(self) -> ImageInputs:
+        assert self.sample_format.images is not None
+        return self.sample_format.images
+
+    def _open_images(self) -> ImageTable | None:
+        """Those of the data, if the model reads images."""
+        path = image_table_path(self.indexed.prefix)
+        if not os.path.isfile(path):
+            return None
+        if self.sample_format.images is None:
+            raise ValueError(
+                f"data.paths: {path} has images, which this model does not read; use one of model.kind=multimodal"
+            )
+        table = ImageTable(self.indexed.prefix)
+        if len(table.first) != len(self.indexed.document_indices):
+            raise ValueError(
+                f"data.paths: {path} is of {len(table.first) - 1} documents, and {self.indexed.prefix}.idx has "
+                f"{len(self.indexed.document_indices) - 1}; preprocess the data again"
+            )
+        meta = read_meta(self.indexed.prefix) or {}
+        if meta.get("image_id", self.image_inputs.token) != self.image_inputs.token:
+            raise ValueError(
+                f"data.paths: in {self.indexed.prefix} an image is the token {meta['image_id']} "
+                f"({meta['image_token']}), and model.image_token={self.image_inputs.token}; use "
+                f"--model.image_token={meta['image_id']}"
+            )
+        return table
+
     def sample(self, i: int) -> dict[str, np.ndarray]:
-        text, answer, segments = self._read(i)
+        documents = self._documents(i)
+        text, answer, segments = self._read(documents)
+        of_images = {}
+        if self.sample_format.images is not None:
+            text, answer, segments, of_images = self._with_images(documents, text, answer, segments)
+        return self._arrays(text, answer, segments) | of_images
+
+    def _arrays(self, text: np.ndarray, answer: np.ndarray, segments: np.ndarray) -> dict[str, np.ndarray]:
         length = len(text)
         starts = np.flatnonzero(np.diff(segments, prepend=0))
         missing = self.sequence_length + 1 - length
@@ -116,11 +178,62 @@ class SftDataset(SampleDataset[SftFormat]):
             "segment_ids": segments[:-1],
         }
 
-    def _read(self, i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(text int32, whether a token belongs to an answer bool, conversation number from 1 int32), each [<= T +
-        1]."""
+    def _documents(self, i: int) -> np.ndarray:
         begin, end = self.sample_index[i : i + 2].tolist()
-        documents = self.document_index[begin:end]
+        return self.document_index[begin:end]
+
+    def _with_images(
+        self, documents: np.ndarray, text: np.ndarray, answer: np.ndarray, segments: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+        """The same arrays with all tokens of the images, which are no answers, and the arrays of the images."""
+        inputs = self.image_inputs
+        numbers = [self._images_of(document) for document in documents.tolist()]
+        sizes = [self._sizes(of_document) for of_document in numbers]
+        parts = [inputs.expanded(text[segments == number], of_document) for number, of_document in enumerate(sizes, 1)]
+        counts = np.concatenate([part.counts for part in parts])
+        image_ids = np.concatenate([part.image_ids for part in parts])
+        used = [image for of_document in numbers for image in of_document]
+        blocks = inputs.blocks_of(np.concatenate(sizes), lambda image: self._views(used[image]))
+        length = self.sequence_length
+
+        def filled(array: np.ndarray, value: int) -> np.ndarray:
+            """Of T tokens: the last one of a sample is only a label."""
+            padding = [(0, max(length - len(array), 0))] + [(0, 0)] * (array.ndim - 1)
+            return np.pad(array, padding, constant_values=value)[:length].astype(np.int32)
+
+        index = np.full(len(image_ids), TEXT, np.int32)
+        index[image_ids > 0] = blocks.pop("index")
+        firsts = np.cumsum([0, *(len(of_document) for of_document in sizes[:-1])])
+        block_ids = np.concatenate(
+            [np.where(part.image_ids > 0, part.image_ids + first, 0) for part, first in zip(parts, firsts, strict=True)]
+        )
+        positions = np.concatenate([part.positions for part in parts])
+        arrays = {"image_index": filled(index, TEXT), "block_ids": filled(block_ids, 0)}
+        arrays |= {"position_ids": filled(positions, 0)} | blocks
+        expanded = np.concatenate([part.tokens for part in parts])
+        return expanded, np.repeat(answer, counts) & (image_ids == 0), np.repeat(segments, counts), arrays
+
+    def _images_of(self, document: int) -> range:
+        return range(0) if self.images is None else range(*self.images.first[document : document + 2].tolist())
+
+    def _sizes(self, images: range) -> np.ndarray:
+        if self.images is None:
+            return np.zeros((0, 2), np.int32)
+        return np.asarray(self.images.sizes[images.start : images.stop])
+
+    def _views(self, image: int) -> list[np.ndarray]:
+        assert self.images is not None
+        decoded = decode(self.images.read(image), self.images.name(image))
+        if (decoded.height, decoded.width) != tuple(self.images.sizes[image].tolist()):
+            raise ValueError(
+                f"data.paths: {self.images.name(image)} has another size than when {self.indexed.prefix} was written; "
+                "preprocess the data again"
+            )
+        return self.image_inputs.layouts.rule.pixels(decoded)
+
+    def _read(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(text int32, whether a token belongs to an answer bool, conversation number from 1 int32), each [<= T + 1];
+        a token for each image."""
         first, last = (self.indexed.document_indices[documents + edge].tolist() for edge in (0, 1))
         sequences = []
         answers = []
@@ -145,9 +258,19 @@ class SftDataset(SampleDataset[SftFormat]):
         capacity = self.sequence_length + 1
         on_misfit = self.sample_format.on_misfit
         sizes, learnable = survey(lengths, boundaries - boundaries[0], capacity)
-        long = sizes > capacity
+        has_images = np.zeros(len(sizes), bool)
+        views: list[list[int]] | None = None
+        fits = np.ones(len(sizes), bool)
+        if self.images is not None:
+            of_documents = [self._sizes(self._images_of(document)) for document in range(begin, end)]
+            added = [self.image_inputs.num_tokens(of_document).sum() - len(of_document) for of_document in of_documents]
+            sizes += np.array(added, np.int64)
+            views = [self.image_inputs.views(of_document) for of_document in of_documents]
+            has_images = np.array([len(of_document) > 0 for of_document in of_documents])
+            fits = np.array([self.image_inputs.fits(of_document) for of_document in views])
+        long = (sizes > capacity) | ~fits
         skip = on_misfit == "skip"
-        used = learnable & ~long if skip else learnable
+        used = learnable & ~(long if skip else long & has_images)
         if not used.any():
             raise ValueError(
                 f"data.paths: of documents {begin} to {end} of {self.indexed.prefix} none is a conversation with an "
@@ -155,11 +278,18 @@ class SftDataset(SampleDataset[SftFormat]):
                 "answers as sequences?"
             )
         if on_misfit == "raise":
-            self._refuse(long, sizes, f"more than sequence_length + 1 = {capacity}")
+            room = f"more than sequence_length + 1 = {capacity}"
+            if self.images is not None:
+                room += f" or more images than model.vision.blocks={self.image_inputs.blocks} of "
+                room += f"model.vision.patches={self.image_inputs.patches} hold"
+            self._refuse(long, sizes, room)
             self._refuse(~learnable, sizes, "and no answer to learn")
         sizes = np.minimum(sizes, capacity)
+        images = None
+        if views is not None:
+            images = PackedImages([views[number] for number in np.flatnonzero(used)], self.image_inputs.fits)
         document_index, sample_index = build_indices(
-            begin + np.flatnonzero(used), sizes[used], self.num_samples, capacity, self.seed
+            begin + np.flatnonzero(used), sizes[used], self.num_samples, capacity, self.seed, images
         )
         # count each once: as long if it is skipped for that, else as unanswered
         num_long = (long if skip else long & learnable).sum()
@@ -193,7 +323,12 @@ def survey(lengths: np.ndarray, boundaries: np.ndarray, capacity: int) -> tuple[
 
 
 def build_indices(
-    documents: np.ndarray, sizes: np.ndarray, num_samples: int | None, capacity: int, seed: int
+    documents: np.ndarray,
+    sizes: np.ndarray,
+    num_samples: int | None,
+    capacity: int,
+    seed: int,
+    images: "PackedImages | None" = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """(document index, sample index) of conversations with `sizes` tokens, 1 to capacity each."""
     index = []
@@ -203,7 +338,7 @@ def build_indices(
     while epoch == 0 or (num_samples is not None and total < num_samples):
         rng = np.random.default_rng((seed, epoch))
         permutation = rng.permutation(len(sizes))
-        packed = pack(sizes[permutation], capacity)
+        packed = pack(sizes[permutation], capacity, images and images.in_order(permutation))
         samples = rng.permutation(packed.max() + 1)[packed]
         index.append(documents[permutation[np.argsort(samples, kind="stable")]].astype(np.int32))
         counts.append(np.bincount(samples))
@@ -212,8 +347,21 @@ def build_indices(
     return np.concatenate(index), np.cumsum(np.concatenate(counts))
 
 
-def pack(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """Bin number of each item, int64 [items]; bins 0, 1, ... hold at most `capacity` each.
+@dataclasses.dataclass(frozen=True)
+class PackedImages:
+    """Of items that are packed."""
+
+    views: Sequence[list[int]]
+    """Patches of each view of each item."""
+    fits: Callable[[list[int]], bool]
+    """Whether views of so many patches fit into a bin."""
+
+    def in_order(self, numbers: np.ndarray) -> "PackedImages":
+        return PackedImages([self.views[number] for number in numbers.tolist()], self.fits)
+
+
+def pack(sizes: np.ndarray, capacity: int, images: PackedImages | None = None) -> np.ndarray:
+    """Bin number of each item, int64 [items]; bins 0, 1, ... hold at most `capacity` each, and images that fit.
 
     Best fit, largest first, in windows: 1 million items take 0.3 s.
     """
@@ -227,8 +375,13 @@ def pack(sizes: np.ndarray, capacity: int) -> np.ndarray:
         remaining = []
         open_bins = []
         assigned = []
-        for size in window[by_size].tolist():
+        held: dict[int, list[int]] = collections.defaultdict(list)  # the views of each bin
+        for item, size in zip((begin + by_size).tolist(), window[by_size].tolist(), strict=True):
             position = bisect.bisect_left(remaining, size)
+            if images is not None and images.views[item]:
+                candidates = range(position, min(position + TRIED, len(remaining)))
+                fitting = (n for n in candidates if images.fits(held[open_bins[n]] + images.views[item]))
+                position = next(fitting, len(remaining))
             if position < len(remaining):
                 left = remaining.pop(position) - size
                 bin_number = open_bins.pop(position)
@@ -237,6 +390,8 @@ def pack(sizes: np.ndarray, capacity: int) -> np.ndarray:
                 bin_number = count
                 count += 1
             assigned.append(bin_number)
+            if images is not None:
+                held[bin_number] += images.views[item]
             if left >= smallest:
                 position = bisect.bisect_left(remaining, left)
                 remaining.insert(position, left)

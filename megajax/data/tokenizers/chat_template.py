@@ -18,6 +18,9 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# JSON files that have the field chat_template, if there is no chat_template.jinja; the first one is that of processors
+# of images, whose tokenizer may have a template of text.
+TEMPLATE_FILES = "chat_template.json", "tokenizer_config.json"
 # Chosen by programs, not by users; some templates turn them into special tokens.
 ROLES = "system", "developer", "user", "assistant", "tool"
 # How templates mark turns, also for tokenizers that have no special tokens.
@@ -35,21 +38,33 @@ class ChatTemplate:
     template writes `<|name|>` and that is not a special token, no text of this form may come from a message; for plain
     text in other forms, such as `User:`, the author cannot be determined. Pickles as its arguments. Raises ValueError
     if the template cannot be compiled. Time and memory of a rendering are limited (megajax/data/tokenizers/sandbox.py).
+
+    image_token: written once for each part {"type": "image"} of a message whose content is a list of parts. A template
+    that writes this token itself, as those of vision-language models do, gets all contents as lists. Any other gets
+    them as text, in which an image is the token, and a newline if something follows. None: contents are passed on.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, str], special_tokens: Iterable[str]):
+    def __init__(
+        self,
+        source: str,
+        variables: Mapping[str, str],
+        special_tokens: Iterable[str],
+        image_token: str | None = None,
+    ):
         try:
             import jinja2
 
-            from megajax.data.tokenizers.provenance import Environment
+            from megajax.data.tokenizers.provenance import Environment, Generation
         except ImportError:
             raise ValueError("chat templates need the package jinja2; pip install 'megajax[data]'") from None
         self.source = source
         self.variables = dict(variables)
-        self.special_tokens = tuple(special_tokens)
+        self.image_token = image_token
+        self.special_tokens = tuple(dict.fromkeys([*special_tokens, *([image_token] if image_token else [])]))
         text = json.dumps([source, self.variables], sort_keys=True)
         self.identity = hashlib.sha256(text.encode()).hexdigest()
-        environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        extensions = ["jinja2.ext.loopcontrols", Generation]
+        environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
 
         def raise_exception(message: str):
             raise jinja2.TemplateError(message)
@@ -58,9 +73,11 @@ class ChatTemplate:
             self._template = environment.from_string(source, globals={"raise_exception": raise_exception})
         except jinja2.TemplateError as error:
             raise ValueError(f"chat template: {' '.join(str(error).split())}") from None
+        self._takes_parts = True
+        self._takes_parts = image_token is not None and self._writes(image_token)
 
     def __reduce__(self):
-        return type(self), (self.source, self.variables, self.special_tokens)
+        return type(self), (self.source, self.variables, self.special_tokens, self.image_token)
 
     def render(self, messages: Sequence[Mapping], *, tools: Any = None, add_generation_prompt: bool = False) -> str:
         """add_generation_prompt: end with the text before an answer. Raises ValueError if the template or a message
@@ -74,6 +91,7 @@ class ChatTemplate:
         from megajax.data.tokenizers.provenance import Text, literal
         from megajax.data.tokenizers.sandbox import TooMuch, limited
 
+        messages = [self._with_parts(message) for message in messages] if self.image_token else messages
         messages = [
             {**message, "role": literal(message["role"])} if message.get("role") in ROLES else message
             for message in messages
@@ -90,6 +108,30 @@ class ChatTemplate:
             raise ValueError(f"chat template: {type(error).__name__}: {error}") from None
         assert isinstance(text, Text)  # what the environment makes, although jinja2 says str
         return text
+
+    def _with_parts(self, message: Mapping) -> Mapping:
+        """The message with the content that this template takes."""
+        from megajax.data.tokenizers.provenance import join, literal
+
+        content = message.get("content")
+        if self._takes_parts and isinstance(content, str):
+            return {**message, "content": [{"type": "text", "text": content}]}
+        if self._takes_parts or not isinstance(content, list):
+            return message
+        pieces = []
+        for number, part in enumerate(content, 1):
+            is_image = part["type"] == "image"
+            pieces.append(literal(self.image_token or "") if is_image else part["text"])
+            pieces.append("\n" if is_image and number < len(content) else "")
+        return {**message, "content": join(pieces)}
+
+    def _writes(self, image_token: str) -> bool:
+        """Whether the template writes the token for the image of a message."""
+        message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}
+        try:
+            return self._render([message], None, False).count(image_token) == 1
+        except ValueError:  # from a template that expects text
+            return False
 
     def _forged(self, text: "Text") -> str | None:
         """A special token, or a marker, that is not entirely written by the template; None if there is none."""
@@ -155,18 +197,21 @@ class ChatTemplate:
         return spans + [whole[done:]] if done < len(whole) else spans
 
 
-def load_chat_template(tokenizer: Tokenizer, path: str | None = None) -> ChatTemplate:
+def load_chat_template(tokenizer: Tokenizer, path: str | None = None, image_token: str | None = None) -> ChatTemplate:
     """The template in the file `path`; None: the one next to the tokenizer (chat_template.jinja, or `chat_template` of
-    tokenizer_config.json), else CHATML."""
-    return find_chat_template(tokenizer, path) or _template(tokenizer, CHATML)
+    one of TEMPLATE_FILES), else CHATML. image_token: what ChatTemplate writes for an image."""
+    return find_chat_template(tokenizer, path, image_token) or _template(tokenizer, CHATML, image_token)
 
 
-def find_chat_template(tokenizer: Tokenizer, path: str | None = None) -> ChatTemplate | None:
+def find_chat_template(
+    tokenizer: Tokenizer, path: str | None = None, image_token: str | None = None
+) -> ChatTemplate | None:
     """Like load_chat_template, but None for a tokenizer without a template."""
     file = tokenizer.path
     source = None
     if path is None and file:
-        source = read_json(beside(file, "tokenizer_config.json")).get("chat_template")
+        named = (read_json(beside(file, name)).get("chat_template") for name in TEMPLATE_FILES)
+        source = next((found for found in named if found), None)
         if isinstance(source, list):  # several by name
             source = next((entry["template"] for entry in source if entry["name"] == "default"), None)
         path = beside(file, "chat_template.jinja")
@@ -176,8 +221,8 @@ def find_chat_template(tokenizer: Tokenizer, path: str | None = None) -> ChatTem
             raise ValueError(f"--chat_template={path}: the file does not exist")
         with open(path, encoding="utf-8") as template:
             source = template.read()
-    return _template(tokenizer, source) if source else None
+    return _template(tokenizer, source, image_token) if source else None
 
 
-def _template(tokenizer: Tokenizer, source: str) -> ChatTemplate:
-    return ChatTemplate(source, configured_tokens(tokenizer.path), tokenizer.special_tokens)
+def _template(tokenizer: Tokenizer, source: str, image_token: str | None) -> ChatTemplate:
+    return ChatTemplate(source, configured_tokens(tokenizer.path), tokenizer.special_tokens, image_token)

@@ -1,7 +1,7 @@
 """Tokenizers by their spec, and in the directories of runs.
 
-`load_tokenizer(spec)` understands: `bytes`; `null:VOCAB`; `PATH.model` (SentencePiece); `PATH/tokenizer.json`;
-`PATH.tiktoken`; `PATH/vocab.json` (GPT-2, with merges.txt next to it).
+`load_tokenizer(spec)` understands: `bytes`, or with special tokens `bytes:<image>,<end>`; `null:VOCAB`; `PATH.model`
+(SentencePiece); `PATH/tokenizer.json`; `PATH.tiktoken`; `PATH/vocab.json` (GPT-2, with merges.txt next to it).
 """
 
 import os
@@ -16,7 +16,13 @@ from megajax.data.tokenizers.libraries import (
 from megajax.data.tokenizers.tokenizer import VOCABULARY, BytesTokenizer, NullTokenizer, Tokenizer, beside
 
 # Files next to the tokenizer file that are copied with it: special tokens, chat template, generation settings.
-BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+BESIDE_TOKENIZER = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
 FILE_TOKENIZERS = {".model": SentencePieceTokenizer, ".json": HuggingFaceTokenizer, ".tiktoken": TiktokenTokenizer}
 
 
@@ -35,8 +41,8 @@ def check_tokenizer_spec(spec: str) -> None:
 def load_tokenizer(spec: str, folder: str = ".") -> Tokenizer:
     """The tokenizer of a spec; paths are relative to `folder`. Raises ValueError if it is unknown or missing."""
     check_tokenizer_spec(spec)
-    if spec == "bytes":
-        return BytesTokenizer()
+    if spec.partition(":")[0] == "bytes":
+        return BytesTokenizer(tuple(filter(None, spec.partition(":")[2].split(","))))
     if spec.startswith("null:"):
         return NullTokenizer(int(spec.removeprefix("null:")))
     if spec.startswith("sentencepiece:"):

@@ -3,7 +3,9 @@
 from collections.abc import Iterable
 
 import jinja2
+import jinja2.ext
 import jinja2.nodes
+import jinja2.parser
 import jinja2.visitor
 
 from megajax.data.tokenizers.sandbox import Sandbox, filtered, size, spend_characters
@@ -72,6 +74,17 @@ def join(parts: Iterable) -> Text:
     spend_characters(sum(map(size, parts)))
     texts = [part if isinstance(part, Text) else Text(str(part)) for part in parts]
     return Text("".join(texts), b"".join(text.written for text in texts))
+
+
+class Generation(jinja2.ext.Extension):
+    """The tags `{% generation %}` and `{% endgeneration %}`, with which Hugging Face templates mark answers, write
+    nothing: `ChatTemplate.spans` finds the answers of all templates."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class Environment(Sandbox):

@@ -44,21 +44,39 @@ class Tokenizer:
 
 
 class BytesTokenizer(Tokenizer):
-    """One token per byte of UTF-8; id 256 ends a document and has no name. Bytes that are not UTF-8 decode to
-    U+FFFD."""
+    """One token per byte of UTF-8; id 256 ends a document and has no name. Bytes that are not UTF-8 decode to U+FFFD.
+    names: special tokens, with the ids from 257 on."""
 
-    vocab_size = 257
     eod_id = 256
-    identity = "bytes"
+
+    def __init__(self, names: Sequence[str] = ()):
+        self.special_tokens = {name: number for number, name in enumerate(names, 257)}
+        self.vocab_size = 257 + len(self.special_tokens)
+        self.identity = ":".join(["bytes", *([",".join(names)] if names else [])])
+
+    def __reduce__(self):
+        return type(self), (tuple(self.special_tokens),)
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
 
+    def encode_template(self, text: str) -> list[int]:
+        if not self.special_tokens:
+            return self.encode(text)
+        names = "|".join(map(re.escape, self.special_tokens))
+        ids = []
+        for piece in re.split(f"({names})", text):
+            ids += [self.special_tokens[piece]] if piece in self.special_tokens else self.encode(piece)
+        return ids
+
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
+    def token_id(self, text: str) -> int | None:
+        return self.special_tokens.get(text)
+
     def token_bytes(self) -> list[bytes]:
-        return [*(bytes([i]) for i in range(256)), b""]
+        return [*(bytes([i]) for i in range(256)), *[b""] * (self.vocab_size - 256)]
 
 
 class NullTokenizer(Tokenizer):

@@ -3,11 +3,14 @@
 Letters as in inference/device/programs.py.
 """
 
+from collections.abc import Collection
 from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 import numpy as np
 
+from megajax.images.layout import TEXT
+from megajax.inference.device.image_features import ImageFeatures
 from megajax.inference.device.programs import (
     Chooser,
     DecodeBatch,
@@ -16,6 +19,7 @@ from megajax.inference.device.programs import (
     HostPrefillBatch,
     PrefillBatch,
 )
+from megajax.inference.scheduling.images import PromptImages
 from megajax.inference.scheduling.work import Chunk, Decode, Prefill, Sequence
 from megajax.inference.shapes import fitting
 from megajax.inference.shapes import sizes as sizes_between
@@ -102,10 +106,20 @@ class Shapes(NamedTuple):
 class Batches:
     """Makes the arrays of calls."""
 
-    def __init__(self, sizes: PoolSizes, shapes: Shapes, vocab_size: int):
+    def __init__(
+        self,
+        sizes: PoolSizes,
+        shapes: Shapes,
+        vocab_size: int,
+        inputs: Collection[str] = (),
+        features: ImageFeatures | None = None,
+    ):
+        """inputs: names of what the model reads (ModelConfig.inputs). features: of the images of prompts."""
         self.sizes = sizes
         self.shapes = shapes
         self.vocab_size = vocab_size
+        self.inputs = frozenset(inputs)
+        self.features = features
 
     # ------------------------------------------------------------------ decoding
 
@@ -122,13 +136,21 @@ class Batches:
             token = run.draft[offset - 1] if offset else newest
             ints[:, number] = (token, run.start + offset, run.start + run.count)
             table_BP[number, : len(sequence.pages)] = sequence.pages
-        return DecodeBatch(tokens_B, positions_B, ends_B, table_BP), self.chooser(
+        deltas_B = self._deltas([run.sequence for run, _ in rows], num_rows)
+        return DecodeBatch(tokens_B, positions_B, ends_B, table_BP, deltas_B), self.chooser(
             [run.sequence for run, _ in rows], num_rows
         )
 
+    def _deltas(self, sequences: Items[Sequence], num_rows: int) -> np.ndarray | None:
+        if "position_ids" not in self.inputs:
+            return None
+        deltas = [0 if sequence.images is None else sequence.images.delta for sequence in sequences]
+        return np.array(deltas + [0] * (num_rows - len(deltas)), np.int32)
+
     def empty_decode(self, num_rows: int, num_pages: int) -> tuple[HostDecodeBatch, HostChooser]:
         zeros = np.zeros(num_rows, np.int32)
-        batch = DecodeBatch(zeros, zeros, zeros, np.zeros((num_rows, num_pages), np.int32))
+        table = np.zeros((num_rows, num_pages), np.int32)
+        batch = DecodeBatch(zeros, zeros, zeros, table, self._deltas([], num_rows))
         return batch, self.chooser([], num_rows)
 
     # ------------------------------------------------------------------ prompts
@@ -165,7 +187,13 @@ class Batches:
 
         no_slot = self.sizes.num_pages * self.sizes.page_size
         arrays = (full(), full(), full(no_slot), full(self.sizes.num_rows), full(), full(), full())
-        return PrefillBatch(*arrays, np.zeros(num_pages, np.int32), np.zeros(self.shapes.num_chunks, np.int32))
+        of_images = dict(
+            image_T=full(TEXT) if "image_index" in self.inputs else None,
+            position_ids_T3=np.zeros((length, 3), np.int32) if "position_ids" in self.inputs else None,
+            ahead_T=full() if "block_ids" in self.inputs else None,
+        )
+        ends = np.zeros(self.shapes.num_chunks, np.int32)
+        return PrefillBatch(*arrays, np.zeros(num_pages, np.int32), ends, **of_images)
 
     def _fill(self, batch: HostPrefillBatch, chunk: Chunk, here: slice, first_page: int) -> None:
         sequence = chunk.sequence
@@ -182,6 +210,31 @@ class Batches:
         batch.table_P[first_page : first_page + num_pages] = pages
         following = sequence.tokens[chunk.start + 1 : chunk.end + 1]
         batch.targets_T[here.start : here.start + len(following)] = following
+        if batch.position_ids_T3 is not None:
+            batch.position_ids_T3[here] = self._position_ids(sequence, positions)
+        if sequence.images is not None:
+            self._fill_images(batch, chunk, here, sequence.images)
+
+    def _position_ids(self, sequence: Sequence, positions: np.ndarray) -> np.ndarray:
+        images = sequence.images
+        if images is None:
+            return positions[:, None]
+        length = len(images.position_ids)
+        in_prompt = images.position_ids[np.minimum(positions, length - 1)]
+        return np.where((positions < length)[:, None], in_prompt, positions[:, None] + images.delta)
+
+    def _fill_images(self, batch: HostPrefillBatch, chunk: Chunk, here: slice, images: PromptImages) -> None:
+        """What the tokens of the chunk that belong to images read; those after the prompt are text."""
+        assert self.features is not None and batch.image_T is not None
+        of_chunk = batch.image_T[here]
+        ahead = None if batch.ahead_T is None else batch.ahead_T[here]
+        numbers = images.numbers[chunk.start : chunk.end]
+        for number in np.unique(numbers[numbers > 0]).tolist():
+            mine = np.flatnonzero(numbers == number)
+            image = images.images[number - 1]
+            of_chunk[mine] = self.features.slots(image, images.places[chunk.start + mine])
+            if ahead is not None:
+                ahead[mine] = images.span(number)[1] - 1 - (chunk.start + mine)
 
     # ------------------------------------------------------------------ sampling
 
@@ -189,7 +242,7 @@ class Batches:
         """What penalties and bias depend on: counts int32 and bias float32 [V], as in Rows."""
         counts_V = np.zeros(self.vocab_size, np.int32)
         prompt = sequence.request.prompt
-        counts_V[[token for token in prompt if token < self.vocab_size]] = PROMPT_TOKEN
+        counts_V[[token for token in prompt if 0 <= token < self.vocab_size]] = PROMPT_TOKEN
         np.add.at(counts_V, sequence.tokens[len(prompt) :], 1)
         bias_V = np.zeros(self.vocab_size, np.float32)
         for token, bias in sequence.request.sampling.logit_bias.items():

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.inference.device import programs
 from megajax.inference.device.batches import Batches, Shapes
+from megajax.inference.device.image_features import MIN_PATCHES, EncodeBatch, ImageFeatures
 from megajax.inference.device.programs import Chooser, Drawn, HostChooser, HostDecodeBatch, HostPrefillBatch, Rows
 from megajax.inference.device.warm_up import Compilation
 from megajax.inference.tokens.sampling import Logprobs
@@ -66,6 +67,10 @@ def prefill_options(params: dict, mesh: Mesh, num_tokens: int) -> dict[str, str]
     return {}
 
 
+def _encoded(model: Model, params: dict, patches: jax.Array, places: jax.Array, index_F: jax.Array) -> jax.Array:
+    return model.module(params).encode_images({"patches": patches, "patch_places": places}, index_F[None])
+
+
 def _columns(model: Model, mesh: Mesh) -> set[int]:
     """Of the matrices of layers on a device."""
     leaves = (jax.tree.leaves(tree) for tree in (model.abstract_weights, model.records, model.shardings(mesh)))
@@ -85,9 +90,10 @@ class Executor:
         vocab_size: int,
         max_steps: int,
         kept: PoolSizes | None = None,
+        features: ImageFeatures | None = None,
     ):
         """Allocates the pool. max_steps: decoding steps of a call. kept: of the states that the prefix cache keeps, if
-        there are any."""
+        there are any. features: of a model that reads images."""
         self._model = model
         self.mesh = mesh
         self.sizes = sizes
@@ -103,6 +109,13 @@ class Executor:
                 leaves = jax.tree.leaves(jax.jit(functools.partial(model.config.new_pages, kept, model.execution))())
                 self._is_state = [leaf.size > 0 for leaf in leaves]  # pages are empty there
                 self._kept = [leaf for leaf in leaves if leaf.size]
+            self._features = None
+            if features is not None:
+                of_one = features.empty(1, MIN_PATCHES)
+                abstract = jax.eval_shape(functools.partial(_encoded, model), model.abstract_weights, *of_one)
+                shape = (features.num_slots, *abstract.shape[2:])
+                zeros = functools.partial(jax.numpy.zeros, shape, model.precision.compute_dtype)
+                self._features = jax.jit(zeros, out_shardings=self._replicated)()
             rows = functools.partial(Rows.zeros, sizes.num_rows, vocab_size)
             self._rows = jax.jit(rows, out_shardings=self._replicated)()
         state_shardings = (jax.tree.map(lambda a: a.sharding, self.caches), self._replicated)
@@ -119,6 +132,9 @@ class Executor:
         kept_shardings = [a.sharding for a in self._kept]
         self._keep = jax.jit(programs.copy_state, donate_argnums=0, out_shardings=kept_shardings)
         self._restore = jax.jit(programs.copy_state, donate_argnums=0, out_shardings=kept_shardings)
+        self._encode_images = jax.jit(
+            functools.partial(programs.encode_images, model), donate_argnums=1, out_shardings=self._replicated
+        )
         self._start_row = jax.jit(Rows.start, donate_argnums=0, out_shardings=self._replicated)
 
     # ------------------------------------------------------------------ calls
@@ -136,6 +152,11 @@ class Executor:
         arguments = self._prefill_arguments(params, batch, chooser, wants_prompt)
         self.caches, self._rows, drawn, of_prompt = self._program(self._prefill, arguments)(*arguments)
         return drawn, of_prompt if wants_prompt else None
+
+    def encode_images(self, params: dict, batch: EncodeBatch) -> None:
+        """Writes the features of some views into their slots."""
+        arguments = (params, self._features, None, *batch)
+        self._features = self._program(self._encode_images, arguments)(*arguments)
 
     def start_row(self, row: int, counts_V: np.ndarray, bias_V: np.ndarray) -> None:
         """As Rows.start."""
@@ -169,7 +190,8 @@ class Executor:
     def _prefill_arguments(
         self, params: dict, batch: HostPrefillBatch, chooser: HostChooser, wants_prompt: bool
     ) -> tuple:
-        return params, self.caches, self._rows, batch, self._with_mask(chooser), np.bool_(wants_prompt)
+        mask = self._with_mask(chooser)
+        return params, self.caches, self._rows, batch, mask, np.bool_(wants_prompt), self._features
 
     def _with_mask(self, chooser: HostChooser) -> Chooser:
         """A mask that allows everything is large, and goes to the device once."""

@@ -73,6 +73,8 @@ class DecodeBatch(NamedTuple, Generic[A]):
     ends_B: A
     """int32: positions from here on are not computed."""
     table_BP: A
+    deltas_B: A | None = None
+    """int32: of a model with position_ids, what is added to the position of a token (M-RoPE)."""
 
 
 class PrefillBatch(NamedTuple, Generic[A]):
@@ -89,6 +91,11 @@ class PrefillBatch(NamedTuple, Generic[A]):
     table_P: A
     last_M: A
     """int32: index of the last token of a prompt."""
+    image_T: A | None = None
+    """int32: of a model that reads images, the slot of the features of a token; TEXT; NEWLINE."""
+    position_ids_T3: A | None = None
+    ahead_T: A | None = None
+    """int32, as in Places."""
 
 
 HostChooser = Chooser[np.ndarray]
@@ -119,6 +126,8 @@ def decode(
         upper_B = jnp.where(is_active_B, positions_B + 1, 0)
         places = Places(slots_B[:, None], positions_B[:, None], rows_B[:, None], batch.table_BP, None, upper_B[:, None])
         inputs = {"tokens": tokens_B[:, None], "positions": positions_B[:, None]}
+        if batch.deltas_B is not None:
+            inputs["position_ids"] = jnp.tile((positions_B + batch.deltas_B)[:, None, None], 3)
         caches = _at(caches, places)
         x_B1D, extended = module.extend(inputs, caches)
         caches |= extended
@@ -145,17 +154,22 @@ def decode(
 
 def prefill(
     model: Model, vocab_size: int, sizes: PoolSizes, params: dict, caches: dict, rows: Rows,
-    batch: PrefillBatch[jax.Array], chooser: Chooser[jax.Array], wants_prompt: jax.Array
+    batch: PrefillBatch[jax.Array], chooser: Chooser[jax.Array], wants_prompt: jax.Array, features: jax.Array | None
 ) -> tuple[dict, Rows, Drawn, Logprobs]:  # fmt: skip
     """-> (caches, rows, Drawn [M], Logprobs of targets_T).
 
-    wants_prompt: bool scalar; False: the last are zeros, at no cost.
+    wants_prompt: bool scalar; False: the last are zeros, at no cost. features: those of images (encode_images).
     """
     module = model.module(params)
     arrays = (batch.slots_T, batch.positions_T, batch.rows_T)
     slots, positions, row_numbers = (a[None] for a in arrays)
-    places = Places(slots, positions, row_numbers, batch.table_P[None], batch.lower_T[None], batch.upper_T[None])
+    ahead = None if batch.ahead_T is None else batch.ahead_T[None]
+    places = Places(slots, positions, row_numbers, batch.table_P[None], batch.lower_T[None], batch.upper_T[None], ahead)
     inputs = {"tokens": batch.tokens_T[None], "positions": positions}
+    if batch.image_T is not None:
+        inputs |= {"image_index": batch.image_T[None], "features": features}
+    if batch.position_ids_T3 is not None:
+        inputs["position_ids"] = batch.position_ids_T3[None]
     caches = _at(caches, places)
     x_1TD, extended = module.extend(inputs, caches)
     caches |= extended
@@ -177,6 +191,17 @@ def prefill(
         lambda: Logprobs.zeros(x_TD.shape[0], vocab_size),
     )
     return caches, rows, replicated(drawn), replicated(of_prompt)
+
+
+def encode_images(
+    model: Model, params: dict, features: jax.Array, _: None, patches_1KPp: jax.Array, places_1KP5: jax.Array,
+    slots_F: jax.Array
+) -> jax.Array:  # fmt: skip
+    """Writes the features of images into their slots [slots, 1 + levels, D]."""
+    index_1F = jnp.arange(slots_F.shape[0], dtype=jnp.int32)[None]
+    batch = {"patches": patches_1KPp, "patch_places": places_1KP5}
+    found = constrain(model.module(params).encode_images(batch, index_1F), None, None, None, None)[0]
+    return features.at[slots_F].set(found.astype(features.dtype), mode="drop")
 
 
 def _prompt_logprobs(module: AnyModule, x_TD: jax.Array, vocab_size: int, targets_T: jax.Array) -> Logprobs:

@@ -9,6 +9,7 @@ The device is one call ahead of what the host knows: `num_pending` tokens of a s
 length matters here, so that the next call can be prepared meanwhile.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
@@ -47,6 +48,10 @@ class Limits(NamedTuple):
     """Guesses per sequence of a call."""
     window: int | None = None
     """Last tokens that any layer reads; None: all."""
+    whole_images: bool = False
+    """Whether the tokens of an image see each other, so that one call has to compute them all."""
+    image_tokens: int | None = None
+    """Results of images that a call may read; None: any number."""
 
 
 class Scheduler:
@@ -118,10 +123,17 @@ class Scheduler:
         chunks: list[Chunk] = []
         tokens = self.limits.chunk_tokens
         pages = self.limits.chunk_pages
+        room = math.inf if self.limits.image_tokens is None else self.limits.image_tokens
         for sequence in self._prefilling():
             end = min(sequence.num_written + tokens, sequence.num_to_prefill)
             if sequence.border is not None and sequence.num_written < sequence.border.position:
                 end = min(end, sequence.border.position)
+            if sequence.images is not None:
+                whole = self.limits.whole_images
+                end, results = sequence.images.end_within(sequence.num_written, end, room, whole=whole)
+                if end == sequence.num_written:
+                    break
+                room -= results
             pages -= -(-end // self.pool.page_size)
             if pages < 0:
                 break

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Items
 from typing import NamedTuple
 
 from megajax.inference.config import Sampling
+from megajax.inference.scheduling.images import PromptImages
 from megajax.inference.scheduling.waiting import Owner
 from megajax.inference.tokens.grammar import Matcher
 from megajax.inference.tokens.sampling import TokenLogprobs
@@ -79,6 +80,8 @@ class Sequence:
     """Prompt and generated tokens that the host knows."""
     limit: int
     """Maximum length in tokens."""
+    images: PromptImages | None = None
+    """Of its prompt."""
     row: int = NO_ROW
     """Its row in the arrays of the device while it runs."""
     pages: list[int] = dataclasses.field(default_factory=list)
@@ -175,7 +178,8 @@ def look_up(most: dict[Sequence, int], total: int) -> Guesses:
     """Guesses by prompt lookup: up to the given number of tokens for each sequence, and `total` for all."""
     drafts = {}
     for sequence, count in most.items():
-        drafts[sequence] = sequence.lookup.guess(sequence.tokens, min(count, total))
+        found = sequence.lookup.guess(sequence.tokens, min(count, total))
+        drafts[sequence] = tuple(itertools.takewhile(lambda token: token >= 0, found))  # below 0: of an image
         total -= len(drafts[sequence])
     return drafts
 

@@ -54,6 +54,8 @@ class Places(NamedTuple):
     """int32: a token attends to the slots lower <= s < upper of its row of pages: its sequence, up to itself.
     The bounds of a row never decrease."""
     upper_BT: jax.Array
+    ahead_BT: jax.Array | None = None
+    """int32: how many tokens after itself a token attends to, those of its image (Gemma 3); None: to none."""
 
 
 @jax.tree_util.register_dataclass
@@ -92,7 +94,7 @@ class PlacedPages(NamedTuple):
         v: None if the keys are the values too. options: mask, scale, soft_cap, slopes, sinks and backend as in
         ops/attention.py. method, deterministic: for training.
         """
-        slots, _, _, table, lower, upper = self.places
+        slots, _, _, table, lower, upper, ahead = self.places
         new_BTCKH = k_BTKH[:, :, None] if v_BTKH is None else jnp.stack((k_BTKH, v_BTKH), 2)
         scales = None
         if self.scales is not None:
@@ -101,5 +103,5 @@ class PlacedPages(NamedTuple):
         elif self.pages.dtype == jnp.float8_e4m3fn:  # beyond its largest value a cast gives NaN
             new_BTCKH = to_levels(new_BTCKH, self.pages.dtype)
         pages = write_pages(self.pages, new_BTCKH.astype(self.pages.dtype), slots)
-        out = attend_to_pages(q_BTNH, pages, table, lower, upper, scales, **options)
+        out = attend_to_pages(q_BTNH, pages, table, lower, upper, scales, ahead_BT=ahead, **options)
         return out, PagedCache(pages, scales)

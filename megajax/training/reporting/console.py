@@ -196,7 +196,9 @@ def _fields(step: int, total_steps: int, metrics: dict[str, Any]) -> dict[str, s
         shown["loss"] = metrics["mean_loss"]
     if metrics.get("step_seconds") is not None and step < total_steps:
         shown["time_left"] = (total_steps - step) * metrics["step_seconds"]
-    return {name: show(shown[name]) for name, show in formats.items() if shown.get(name) is not None}
+    found = {name: show(shown[name]) for name, show in formats.items() if shown.get(name) is not None}
+    rates = [name for name in shown if name.startswith("eval_") and name not in formats and shown[name] is not None]
+    return found | {name: f"{name.removeprefix('eval_')} {100 * shown[name]:.1f}%" for name in rates}
 
 
 def _left_out(total_steps: int, width: int) -> set[str]:

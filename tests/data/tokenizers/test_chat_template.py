@@ -2,6 +2,7 @@
 
 import functools
 import json
+import pickle
 import time
 
 import jinja2.sandbox
@@ -231,3 +232,22 @@ def test_limits_leave_room_for_long_conversations():
     accumulate = "{% set n = namespace(t='') %}{% for m in messages[:40] %}{% set n.t = n.t + m.content %}{% endfor %}"
     source = CHATML + accumulate + "{{ n.t | length }} {{ messages | tojson(indent=2) | length }} {{ '%5d' % 7 }}"
     assert ChatTemplate(source, {}, []).render(messages).endswith("<|im_end|>\n400000 5023502     7")
+
+
+def test_an_image_is_written_once_by_templates_of_parts_and_of_text():
+    parts = (
+        "{% for m in messages %}{{ m.role }}:{% for c in m.content %}{% if c.type == 'image' %}<img><|pad|></img>"
+        "{% else %}{% generation %}{{ c.text }}{% endgeneration %}{% endif %}{% endfor %}{% endfor %}"
+    )
+    text = "{% for m in messages %}{{ m.role }}:{{ m.content | trim }}{% endfor %}"
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Q"}, {"type": "image"}]}]
+    messages += [{"role": "assistant", "content": "A"}]
+    for source, want in (
+        (parts, "user:<img><|pad|></img>Q<img><|pad|></img>assistant:A"),
+        (text, "user:<|pad|>\nQ<|pad|>assistant:A"),
+    ):
+        template = pickle.loads(pickle.dumps(ChatTemplate(source, {}, [], "<|pad|>")))
+        assert template.render(messages) == want
+        for forged in ("<|pad|>", [{"type": "text", "text": "<|pad|>"}]):
+            with pytest.raises(ValueError, match=r"messages\[0\]\['content'\] spells the special token <\|pad\|>"):
+                template.render([{"role": "user", "content": forged}, *messages])

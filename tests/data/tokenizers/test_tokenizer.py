@@ -249,6 +249,8 @@ def test_the_chat_template_lies_beside_the_tokenizer_or_is_chatml(tmp_path):
     template = load_chat_template(load_tokenizer(path))
     assert template.render([]) == "<a>"
     assert pickle.loads(pickle.dumps(template)).render([]) == "<a>"
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "of images"}')
+    assert load_chat_template(load_tokenizer(path)).source == "of images"
     (tmp_path / "chat_template.jinja").write_text("file")
     assert load_chat_template(load_tokenizer(path)).source == "file"
     (tmp_path / "own").write_text("own")

@@ -1,0 +1,206 @@
+"""Prompts with images: log-probabilities as in training, pages shared by pixels, images that are never cut."""
+
+import dataclasses
+import functools
+import io
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.images.rules import ImageRule
+from megajax.inference.config import ServingConfig
+from megajax.inference.engine import Engine
+from megajax.inference.tokens.sampling import Sampling
+from megajax.layers.attention.rope import RopeConfig
+from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.models.model import Model
+from megajax.models.multimodal import MultimodalConfig
+from megajax.models.tower import TowerConfig
+from megajax.precision import PrecisionConfig
+
+pytest.importorskip("PIL")
+IMAGE = 50
+VOCAB = 64
+FLOAT32 = PrecisionConfig(compute="float32")
+PIXELS = ImageRule(resize="pixels", patch_size=4, merge=2, min_pixels=256, max_pixels=900)
+TOWER = TowerConfig(num_layers=2, embed_dim=16, num_heads=2, mlp_dim=32, image=PIXELS)
+MODEL = MultimodalConfig(
+    num_layers=3, embed_dim=16, num_heads=4, num_kv_heads=2, vocab_size=VOCAB, position="rope", init_std=0.25,
+    image_token=IMAGE, vision=TOWER,
+)  # fmt: skip
+MODELS = {
+    # As Qwen-VL: windows, deep layers, positions of three kinds.
+    "pixels": dataclasses.replace(
+        MODEL,
+        rope=RopeConfig(sections=(1, 1, 1)),
+        head_dim=6,
+        vision=dataclasses.replace(TOWER, rotary=True, window=4, full_layers=(1,), table=3, deep_layers=(0,)),
+    ),
+    # As Gemma 3: images see themselves, layers with a window.
+    "squash": dataclasses.replace(
+        MODEL,
+        pattern="wf",
+        window=12,
+        image_attention="bidirectional",
+        vision=dataclasses.replace(
+            TOWER, image=ImageRule(resize="squash", size=16, patch_size=4, merge=2), table=4, merged_by_mean=True,
+            project_norm="merged",
+        ),
+    ),
+    # As LLaVA-NeXT: tiles, a newline, a class token.
+    "pinpoints": dataclasses.replace(
+        MODEL,
+        vision=dataclasses.replace(
+            TOWER, image=ImageRule(resize="pinpoints", size=8, patch_size=4, pinpoints=(8, 16, 16, 8, 16, 16)), table=2,
+            class_token=True, newline=True, project_dim=16,
+        ),
+    ),
+}  # fmt: skip
+
+
+def picture(number: int, height: int, width: int) -> bytes:
+    from PIL import Image
+
+    file = io.BytesIO()
+    pixels = np.random.default_rng(number).integers(0, 256, (height, width, 3))
+    Image.fromarray(pixels.astype(np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+PROMPTS = (
+    ([1, 2, IMAGE, 3, 4, 5], ((0, 20, 33),)),
+    ([7, 8, 9, 1, 4, 2, 6, 3], ()),
+    ([IMAGE, 5, IMAGE, 6, 7], ((1, 30, 18), (0, 20, 33))),
+)
+
+
+@functools.cache
+def engine(name: str, **serving) -> Engine:
+    model = Model(MODELS[name], FLOAT32)
+    settings = dict(max_length=96, page_size=4, num_pages=80, max_batch_tokens=24, max_rows=4) | serving
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    return Engine(model, weights(name), mesh, None, serving=ServingConfig(**settings))
+
+
+@functools.cache
+def weights(name: str) -> dict:
+    return Model(MODELS[name], FLOAT32).init(1)
+
+
+def generated(engine: Engine, prompts=PROMPTS, count: int = 6) -> list[tuple[list[int], list[float]]]:
+    """Greedy tokens and their log-probabilities of each prompt."""
+    sampling = Sampling(temperature=0.0, max_tokens=count, logprobs=0, ignore_eos=True)
+    requests = {}
+    for number, (tokens, pictures) in enumerate(prompts):
+        images = [engine.read_image(picture(*of_image)) for of_image in pictures]
+        requests[engine.submit(tokens, sampling, images=images)] = number
+    found = [([], []) for _ in prompts]
+    while engine.has_work:
+        for output in engine.step():
+            tokens, logprobs = found[requests[output.request]]
+            tokens += output.tokens
+            logprobs += [of_token.logprob for of_token in output.logprobs]
+    return found
+
+
+@functools.cache
+def scorer(name: str):
+    model = Model(MODELS[name], FLOAT32)
+    return jax.jit(lambda weights, batch: model.scores(weights, batch).log_probs)
+
+
+def trained(name: str, tokens: list[int], pictures, following: list[int]) -> np.ndarray:
+    """The log-probabilities of the tokens that follow the prompt, as training computes them."""
+    config = MODELS[name]
+    config = dataclasses.replace(config, vision=dataclasses.replace(config.vision, blocks=1, patches=256))
+    inputs = config.image_inputs
+    read = engine(name).read_image
+    images = [read(picture(*of_image)) for of_image in pictures]
+    sizes = np.array([(image.height, image.width) for image in images]).reshape(-1, 2)
+    # What follows is text, also where it is the token of an image.
+    expanded = inputs.expanded(np.array(tokens + [0] * len(following)), sizes)
+    expanded.tokens[len(expanded.tokens) - len(following) :] = following
+    views = [inputs.layouts.rule.pixels(decoded(picture(*of_image))) for of_image in pictures]
+    blocks = inputs.blocks_of(sizes, lambda number: views[number])
+    length = 64
+
+    def row(array: np.ndarray, value: int = 0) -> np.ndarray:
+        return np.pad(array, [(0, length - len(array))] + [(0, 0)] * (array.ndim - 1), constant_values=value)[None]
+
+    batch = {
+        "tokens": row(expanded.tokens),
+        "labels": row(expanded.tokens[1:]),
+        "positions": np.arange(length, dtype=np.int32)[None],
+        "image_index": row(expanded.image_index(blocks["index"]), -1),
+        "position_ids": row(expanded.positions),
+        "block_ids": row(expanded.image_ids),
+        "patches": blocks["patches"][None],
+        "patch_places": blocks["patch_places"][None],
+    }
+    names = {*config.inputs(length, packed=False), "labels"}
+    scores = scorer(name)(weights(name), {key: jnp.asarray(a) for key, a in batch.items() if key in names})
+    last = len(expanded.tokens) - len(following) - 1
+    return np.asarray(scores)[0, last : last + len(following)]
+
+
+def decoded(data: bytes):
+    from PIL import Image
+
+    return Image.open(io.BytesIO(data)).convert("RGB")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_log_probabilities_are_those_of_training(name):
+    """Of texts and images in one batch, whose prompts are computed in chunks."""
+    for (tokens, pictures), (following, logprobs) in zip(PROMPTS, generated(engine(name)), strict=True):
+        wanted = trained(name, tokens, pictures, following)
+        np.testing.assert_allclose(logprobs, wanted, atol=2e-5)
+        if pictures:
+            (number, *size), *others = pictures
+            other = trained(name, tokens, ((number + 7, *size), *others), following)
+            assert np.abs(other - wanted).max() > 1e-3
+
+
+def test_pages_are_shared_by_the_same_image_and_by_no_other():
+    of_pixels = engine("pixels")
+    before = of_pixels.stats().prefix_hits
+    encoded = of_pixels.features.num_encoded
+    prompt = [1, 2, IMAGE, 3, 4, 5, 6, 7]
+    first = generated(of_pixels, [(prompt, ((11, 20, 33),))])
+    assert of_pixels.stats().prefix_hits == before
+    again = generated(of_pixels, [(prompt, ((11, 20, 33),))])
+    hits = of_pixels.stats().prefix_hits
+    assert hits > before and again[0][0] == first[0][0]
+    generated(of_pixels, [(prompt, ((12, 20, 33),))])
+    assert of_pixels.stats().prefix_hits == hits
+    assert of_pixels.features.num_encoded == encoded + 2
+
+
+def test_a_preempted_prompt_reads_its_images_again():
+    small = engine("pixels", num_pages=20, prefix_cache=False, max_length=60)
+    prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[2]]
+    found = generated(small, prompts, count=16)
+    assert small.stats().preemptions > 0
+    alone = [generated(engine("pixels"), [prompt], count=16)[0][0] for prompt in prompts]
+    assert [tokens for tokens, _ in found] == alone
+
+
+def test_what_does_not_fit_is_refused():
+    of_squash = engine("squash")
+    sampling = Sampling(max_tokens=4)
+    image = of_squash.read_image(picture(0, 9, 9))
+    with pytest.raises(ValueError, match="a text has 0 tokens of model.image_token=50 and 1 images"):
+        of_squash.submit([1, 2], sampling, images=[image])
+    with pytest.raises(ValueError, match="prompt_logprobs=0 is not supported with images"):
+        of_squash.submit([IMAGE, 2], dataclasses.replace(sampling, prompt_logprobs=0), images=[image])
+    with pytest.raises(ValueError, match="prompt has 10. tokens, which with max_tokens=4 exceeds the 96 tokens"):
+        of_squash.submit([IMAGE] * 25 + [2], sampling, images=[image] * 25)
+    with pytest.raises(ValueError, match="photo.png: the image is damaged"):
+        of_squash.read_image(picture(0, 9, 9)[:60], "photo.png")
+    narrow = engine("pixels", image_tokens=4)
+    with pytest.raises(
+        ValueError, match="image 0 of 33 x 20 pixels has 8 results of the tower, more than image_tokens=4"
+    ):
+        narrow.submit([IMAGE, 1], sampling, images=[narrow.read_image(picture(0, 20, 33))])
