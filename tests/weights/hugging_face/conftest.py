@@ -1,7 +1,7 @@
 """Folders written by hand: what transformers would write, without torch."""
 
+import dataclasses
 import functools
-import itertools
 import json
 import logging
 import zlib
@@ -192,77 +192,44 @@ def draw_noise():
     return noise
 
 
-class ImageRow:
-    """The row of a batch with the conversations that are added to it, one after another."""
+def row_of(config: MultimodalConfig, length: int, conversations: list, blocks: int) -> dict[str, np.ndarray]:
+    """The arrays of a row with these conversations: ids, one for each image, and images. blocks: over how many of the
+    blocks of the model the views are spread."""
+    arrays = {name: np.zeros(array.shape, array.dtype) for name, array in config.inputs(length, packed=True).items()}
+    arrays["image_index"][:] = TEXT
+    inputs = dataclasses.replace(config.image_inputs, blocks=blocks)
+    images = [image for _, images in conversations for image in images]
+    views = [config.vision.image.pixels(image) for image in images]
+    found = inputs.blocks_of(sizes_of(images), views.__getitem__)
+    for name in ("patches", "patch_places"):
+        arrays[name][:blocks] = found[name]
+    begin = 0
+    num_images = 0
+    index = found["index"]
+    for segment, (ids, images) in enumerate(conversations, 1):
+        text = inputs.expanded(np.array(ids), sizes_of(images))
+        count = len(text.tokens)
+        of_images, index = np.split(index, [np.count_nonzero(text.image_ids)])
+        values = {
+            "tokens": text.tokens, "positions": np.arange(count), "segment_ids": np.full(count, segment),
+            "image_index": text.image_index(of_images), "position_ids": text.positions,
+            "block_ids": np.where(text.image_ids > 0, num_images + text.image_ids, 0),
+        }  # fmt: skip
+        for name in arrays.keys() & values.keys():
+            arrays[name][begin : begin + count] = values[name]
+        begin += count
+        num_images += len(images)
+    return arrays
 
-    def __init__(self, config: MultimodalConfig, length: int, *, one_view_a_block: bool = False):
-        """one_view_a_block: else as many as it holds."""
-        self.config = config
-        self.one_view_a_block = one_view_a_block
-        arrays = config.inputs(length, packed=True)
-        self.arrays = {name: np.zeros(array.shape, array.dtype) for name, array in arrays.items()}
-        self.arrays["image_index"][:] = TEXT
-        self.used = np.zeros(config.vision.blocks, int)
-        self.num_views = 0
-        self.num_images = 0
-        self.end = 0
 
-    def add(self, ids: list[int], images: list) -> None:
-        """ids: one image_token for each image."""
-        start = self.end
-        segment = self.arrays["segment_ids"].max() + 1
-        position = 0
-        images = iter(images)
-        for token in ids:
-            if token == self.config.image_token:
-                self.num_images += 1
-                index, offsets, advance = self._add_image(next(images))
-                block = self.num_images
-            else:
-                index, offsets, advance, block = np.array([TEXT]), np.zeros((1, 3), np.int32), 1, 0
-            here = slice(self.end, self.end + len(index))
-            values = {
-                "tokens": token, "image_index": index, "segment_ids": segment, "block_ids": block,
-                "positions": np.arange(here.start, here.stop) - start, "position_ids": position + offsets,
-            }  # fmt: skip
-            for name, array in self.arrays.items():
-                if name in values:
-                    array[here] = values[name]
-            self.end = here.stop
-            position += advance
-
-    def _add_image(self, image) -> tuple[np.ndarray, np.ndarray, int]:
-        """-> image_index of its tokens, their places from that of the image, positions that it takes."""
-        vision = self.config.vision
-        layout = vision.layouts.of(image.height, image.width)
-        pixels = vision.layouts.pixels(layout, vision.image.pixels(image))
-        starts = [int(np.argmax(layout.places[:, 0] == view)) for view in range(1, layout.num_views + 1)]
-        results = np.zeros(len(layout.places) // vision.merged, np.int32)
-        for start, stop in itertools.pairwise([*starts, len(layout.places)]):
-            self.num_views += 1
-            block, at = self._take(stop - start)
-            places = layout.places[start:stop].copy()
-            places[:, 0] = np.where(places[:, 0] > 0, self.num_views, 0)
-            self.arrays["patch_places"][block, at : at + len(places)] = places
-            self.arrays["patches"][block, at : at + len(places)] = pixels[start:stop]
-            first = (block * vision.patches + at) // vision.merged
-            results[start // vision.merged : stop // vision.merged] = first + np.arange((stop - start) // vision.merged)
-        return np.where(layout.index < 0, layout.index, results[layout.index]), layout.offsets, layout.advance
-
-    def _take(self, num_patches: int) -> tuple[int, int]:
-        """-> a block with place for them, and their place."""
-        free = 0 if self.one_view_a_block else self.config.vision.patches - num_patches
-        block = int(np.argmax(self.used <= free))
-        at = int(self.used[block])
-        assert at <= free
-        self.used[block] += num_patches
-        return block, at
+def sizes_of(images: list) -> np.ndarray:
+    return np.array([(image.height, image.width) for image in images], int).reshape(-1, 2)
 
 
 @pytest.fixture(scope="session")
 def image_row():
     pytest.importorskip("PIL")
-    return ImageRow
+    return row_of
 
 
 def come_back(folder, tmp_path, copies=()) -> None:

@@ -28,7 +28,7 @@ PROMPTS = json.loads(str(RECORDED["prompts"]))
 SIZES = RECORDED["sizes"].tolist()
 # Ours are float32; transformers' were computed in float64.
 TOLERANCE = 1e-5
-# The rows of a batch: the prompts packed into it, and whether each view has a block of its own.
+# The rows of a batch: the prompts packed into it, and whether each view has a block of its own, or all have one.
 ROWS = [
     (["two images"], False),
     (["swapped"], True),
@@ -64,23 +64,19 @@ def row_logits(folder_of, image_row, draw_noise):
         vision = folder.model.vision
         sizes = [len(RECORDED[f"{name}/{prompt}"]) for prompt in PROMPTS]
         layouts = [vision.layouts.of(*size) for size in SIZES]
-        views = sum(layout.num_views for layout in layouts)
+        views = sum(len(layout.bounds) - 1 for layout in layouts)
         patches = sum(len(layout.places) for layout in layouts)
         config = dataclasses.replace(
             folder.model, vision=dataclasses.replace(vision, blocks=views, patches=-(-patches // 8) * 8)
         )
         rows = []
-        for prompts, one_view_a_block in ROWS:
-            row = image_row(config, max(sizes) + min(sizes), one_view_a_block=one_view_a_block)
-            for prompt in prompts:
-                ids, numbers = PROMPTS[prompt]
-                row.add(ids, [images[number] for number in numbers])
-            rows.append(row)
-        batch = {key: np.stack([row.arrays[key] for row in rows]) for key in rows[0].arrays}
-        found = compute(folder, config, batch)
+        for prompts, is_spread in ROWS:
+            conversations = [(ids, [images[at] for at in numbers]) for ids, numbers in map(PROMPTS.get, prompts)]
+            rows.append(image_row(config, max(sizes) + min(sizes), conversations, views if is_spread else 1))
+        found = compute(folder, config, {key: np.stack([row[key] for row in rows]) for key in rows[0]})
         return [
-            np.split(of_row[: row.end], np.flatnonzero(np.diff(row.arrays["segment_ids"][: row.end])) + 1)
-            for row, of_row in zip(rows, found, strict=True)
+            [of_row[row["segment_ids"] == number] for number in range(1, len(prompts) + 1)]
+            for (prompts, _), row, of_row in zip(ROWS, rows, found, strict=True)
         ]
 
     return logits

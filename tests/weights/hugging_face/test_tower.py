@@ -54,8 +54,7 @@ def test_features_are_those_of_transformers(name, folder_of, image_row, draw_noi
     config = MultimodalConfig.of(
         DecoderConfig(num_layers=1, embed_dim=8, num_heads=1, vocab_size=8), tower, image_token=0
     )
-    row = image_row(config, 80)
-    row.add([0, 0], [draw_noise(*size) for size in SIZES])
+    row = image_row(config, 80, [([0, 0], [draw_noise(*size) for size in SIZES])], blocks=1)
     model = Model(config, FLOAT32)
     weights = folder.weights(config)
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -70,8 +69,8 @@ def test_features_are_those_of_transformers(name, folder_of, image_row, draw_noi
         (last_BPC,) = getattr(module, TOWER).outputs(vision.embed(batch), vision.layer_inputs(batch), ())
         return vision.final_norm(last_BPC) if tower.final_norm else last_BPC
 
-    found = np.asarray(run(merge(loaded, fresh), {key: row.arrays[key] for key in ("patches", "patch_places")}))[0]
-    places = row.arrays["patch_places"][0]
+    found = np.asarray(run(merge(loaded, fresh), {key: row[key] for key in ("patches", "patch_places")}))[0]
+    places = row["patch_places"][0]
     for number in range(len(SIZES)):
         want = RECORDED[f"{name}/image {number}"]
         is_patch = (places[:, 0] == number + 1) & (places[:, 1] >= 0)
