@@ -41,6 +41,12 @@ class MultimodalConfig(DecoderConfig):
     image_attention: Literal["causal", "bidirectional"] = "causal"
     """Whether the tokens of an image see each other in both directions (Gemma 3)."""
 
+    @classmethod
+    def of(cls, text: DecoderConfig, vision: TowerConfig, image_token: int) -> "MultimodalConfig":
+        """A decoder that reads images besides."""
+        fields = {field.name: getattr(text, field.name) for field in dataclasses.fields(text) if field.name != "kind"}
+        return cls(**fields, vision=vision, image_token=image_token)
+
     def build(
         self, rngs: nnx.Rngs, dtype: jnp.dtype, execution: ExecutionConfig, stages: Stages | None
     ) -> "Multimodal":

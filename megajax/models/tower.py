@@ -75,6 +75,8 @@ class TowerConfig:
     (NaFlex)."""
     rotary: bool = False
     """Rotate half of each head by row, half by column (Qwen)."""
+    qkv_bias: bool = True
+    """Biases of queries, keys and values (InternViT-6B: none)."""
     qk_norm: bool = False
     """Normalise queries and keys, all heads of a patch together (InternViT-6B)."""
     embedding_norm: bool = False
@@ -93,6 +95,8 @@ class TowerConfig:
     """What the projector normalises: each patch before they are merged, or what they are merged into."""
     project_norm_kind: Literal["layernorm", "rmsnorm", "rmsnorm_1p"] = "layernorm"
     """Kind of that normalisation; _1p: the scale is stored minus one."""
+    project_norm_epsilon: Epsilon | None = None
+    """Added to its variance; None: norm_epsilon."""
     project_dim: PositiveInt | None = None
     """Width of the hidden layer of the projector; None: it is a single matrix."""
     project_activation: nonlinearity.Activation = "gelu"
@@ -141,7 +145,7 @@ class TowerConfig:
             embed_dim=self.embed_dim,
             num_heads=self.num_heads,
             head_dim=self.head_dim,
-            qkv_bias=True,
+            qkv_bias=self.qkv_bias,
             out_bias=True,
             qk_norm=dataclasses.replace(self.norm_config, kind="rmsnorm") if self.qk_norm else None,
             qk_norm_scope="all_heads",
@@ -339,7 +343,7 @@ class Projector(nnx.Module):
             kind = config.project_norm_kind
             form = NormConfig(
                 "layernorm" if kind == "layernorm" else "rmsnorm",
-                config.norm_epsilon,
+                config.norm_epsilon if config.project_norm_epsilon is None else config.project_norm_epsilon,
                 zero_centered=kind.endswith("_1p"),
                 bias=True,
             )

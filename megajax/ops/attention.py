@@ -64,8 +64,8 @@ def attention(
     bias: float32 [N, T, S]; added to the scores of every row (T5's relative positions). It gets a gradient. Only the
         reference supports it.
     segments: int32 ([B, T], [B, S]); a query attends only to keys of its own segment (packed documents).
-    blocks: int32 [B, T], of queries and keys; adjacent tokens with the same number above 0 see each other whatever the
-        mask (the tokens of an image: Gemma 3; those of a prefix).
+    blocks: int32 [B, T], of queries and keys; a token also sees the later ones of adjacent tokens with its number above
+        0 (the tokens of an image: Gemma 3; those of a prefix). What is earlier than a window allows stays unseen.
     indices: int32 ([B, T], [B, S]), positions of queries and keys in the sequence, if not 0, 1, 2, ... (a cache).
     dropout: (rate, (key, number of the sample in row 0)); which probabilities are dropped depends on the key, the
         sample and the position, not on the sharding.
@@ -225,8 +225,7 @@ def key_bounds(
         lower = jnp.maximum(lower, begin)
         upper = upper if mask.is_causal else jnp.minimum(upper, end)
     if blocks is not None:
-        begin, end = _runs(blocks)
-        lower = jnp.where(blocks > 0, jnp.minimum(lower, begin), lower)
+        _, end = _runs(blocks)
         upper = jnp.where(blocks > 0, jnp.maximum(upper, end), upper)
     return lower.astype(jnp.int32), upper.astype(jnp.int32)
 
@@ -341,7 +340,8 @@ def reference_attention(
         if segments is not None:
             visible_BTS &= segments[0][:, :, None] == segments[1][:, None, :]
         if blocks_BT is not None:
-            visible_BTS |= (blocks_BT[:, :, None] == blocks_BT[:, None, :]) & (blocks_BT[:, :, None] > 0)
+            in_block_BTS = (blocks_BT[:, :, None] == blocks_BT[:, None, :]) & (blocks_BT[:, :, None] > 0)
+            visible_BTS |= in_block_BTS & (distance_BTS < 0)
         return jnp.where(visible_BTS[:, None, None], scores_BKGTS, MASKED_SCORE)
 
     return plain_attention(q_BTNH, k_BSKH, v_BSKH, masked, scale, soft_cap, keep_BNTS, bias_NTS)

@@ -7,6 +7,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from megajax.checkpoint.layout import Rows, stack_of
 from megajax.checkpoint.piecewise import Index, PiecewiseArray, pieces
 from megajax.models.model import Model
 from megajax.parameters import name_of
@@ -58,6 +59,22 @@ class ParameterReader:
             if layer >= 0 or not lead:
                 self._fill(out[row], name, (layer,) if lead else (), index)
         return out
+
+    def restore(self, abstract: dict, layer_rows: Rows) -> dict:
+        """The parameters with the dtypes and shardings of the abstract arrays; each device reads its shard.
+        layer_rows: layer number of each of their rows."""
+
+        def load(path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+            name = name_of(path)
+            stack = stack_of(name, layer_rows)
+            numbers = None if stack is None else layer_rows[stack]
+
+            def read(index):
+                return self.read(name, numbers, index, leaf.dtype)
+
+            return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
+
+        return jax.tree_util.tree_map_with_path(load, abstract)
 
     def order(self, name: str, at: tuple[int, ...]) -> tuple[int, ...]:
         """The axes of the parameter `at` a layer in the order in which the tensors have them, outermost first. Most

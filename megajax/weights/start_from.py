@@ -1,11 +1,13 @@
 """checkpoint.start_from: initialises a new run with the weights of another run or a Hugging Face folder.
 
 Only names, shapes and layers of the parameters must agree: other settings of the model may differ (a longer context,
-another dropout), and are logged. A dense model can start a run with experts (upcycling.py).
+another dropout), and are logged. A dense model can start a run with experts (upcycling.py), and one that reads images
+can take its tower from another folder (checkpoint.start_vision_from).
 """
 
 import dataclasses
 import logging
+from collections.abc import Collection
 from pathlib import Path
 
 import jax
@@ -18,9 +20,11 @@ from megajax.checkpoint.steps import find_step, saved_steps
 from megajax.config import Config, differences, holds_run
 from megajax.mesh.sharding import with_shardings
 from megajax.models.model import Model
+from megajax.models.multimodal import MultimodalConfig
 from megajax.parameters import matches, merge, named, select
 from megajax.training.program import Program
 from megajax.weights.hugging_face.folder import is_folder
+from megajax.weights.hugging_face.tower import TowerFolder, TowerWeights
 from megajax.weights.sources import WeightSource, open_source
 from megajax.weights.upcycling import model_for, upcycled
 
@@ -38,21 +42,24 @@ def pinned(config: Config) -> Config:
     if saved_steps(config.run_dir):
         if requested.start_from and requested.source() != recorded.source():
             logger.info("checkpoint.start_from=%s has no effect: the run has already begun", requested.start_from)
-        return _replaced(config, recorded.start_from, recorded.start_fresh)
+        return _replaced(config, recorded.start_from, recorded)
     if not requested.start_from:
-        return _replaced(config, recorded.start_from, requested.start_fresh) if recorded.start_from else config
+        return _replaced(config, recorded.start_from, recorded) if recorded.start_from else config
     source, step = requested.source()
     if step is None and recorded.start_from and recorded.source()[0] == source:
-        return _replaced(config, recorded.start_from, requested.start_fresh)
+        return _replaced(config, recorded.start_from, requested)
     if step is None and is_folder(source):
-        return _replaced(config, str(source), requested.start_fresh)
+        return _replaced(config, str(source), requested)
     if step is None:
         step = _newest_step(requested.start_from, source)
-    return _replaced(config, str(source / "checkpoints" / str(step)), requested.start_fresh)
+    return _replaced(config, str(source / "checkpoints" / str(step)), requested)
 
 
-def _replaced(config: Config, start_from: str, start_fresh: tuple[str, ...]) -> Config:
-    checkpoint = dataclasses.replace(config.checkpoint, start_from=start_from, start_fresh=start_fresh)
+def _replaced(config: Config, start_from: str, others: CheckpointConfig) -> Config:
+    vision = str(Path(others.start_vision_from).resolve()) if others.start_vision_from else ""
+    checkpoint = dataclasses.replace(
+        config.checkpoint, start_from=start_from, start_fresh=others.start_fresh, start_vision_from=vision
+    )
     return dataclasses.replace(config, checkpoint=checkpoint)
 
 
@@ -81,6 +88,7 @@ def check(config: Config) -> None:
         ours = config.make_model()
     except ValueError as error:
         raise ValueError(f"checkpoint.start_from={requested}: {error}") from None
+    tower = _tower(config)
     names = _shapes(ours).keys() | _shapes(theirs).keys()
     for pattern in config.checkpoint.start_fresh:
         if not any(matches(name, [pattern]) for name in names):
@@ -88,7 +96,7 @@ def check(config: Config) -> None:
                 f"checkpoint.start_fresh: {pattern!r} matches no parameter of either model; leave it out (parameter "
                 f"names look like {min(names)})"
             )
-    if problems := _problems(ours, theirs, config.checkpoint.start_fresh):
+    if problems := _problems(ours, theirs, tower.names if tower else (), config.checkpoint.start_fresh):
         more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
         raise ValueError(
             f"checkpoint.start_from={requested} has the weights of another model ({'; '.join(problems[:4])}{more}); "
@@ -116,7 +124,13 @@ def weights(config: Config, program: Program) -> dict:
         logger.info("not used: %s", ", ".join(left_out))
     target = with_shardings(theirs.abstract_weights, theirs.shardings(mesh))
     found = source.restore_params(target, theirs.layer_rows)
-    loaded = select(found, lambda name: name in ours and name not in fresh)
+    tower = _tower(config)
+    of_tower = tower.names if tower else ()
+    loaded = select(found, lambda name: name in ours and name not in fresh and name not in of_tower)
+    if tower is not None:
+        target = with_shardings(model.abstract_weights, model.shardings(mesh))
+        target = select(target, lambda name: name in of_tower and name not in fresh)
+        loaded = merge(loaded, tower.restore_params(target, model.layer_rows))
     return merge(loaded, model.init(config.training.seed, mesh, only=fresh)) if fresh else loaded
 
 
@@ -124,10 +138,30 @@ def _source(config: Config) -> WeightSource:
     return upcycled(open_source(*config.checkpoint.source()), config)
 
 
-def _problems(ours: Model, theirs: Model, fresh: tuple[str, ...]) -> list[str]:
-    """How the parameters of the two models differ, apart from those that match `fresh`."""
-    needed = {name: shape for name, shape in _shapes(ours).items() if not matches(name, fresh)}
-    available = {name: shape for name, shape in _shapes(theirs).items() if not matches(name, fresh)}
+def _tower(config: Config) -> TowerWeights | None:
+    path = config.checkpoint.start_vision_from
+    if not path:
+        return None
+    if not isinstance(config.model, MultimodalConfig):
+        raise ValueError(
+            f"checkpoint.start_vision_from={path}: model.kind={config.model.kind} reads no images; use "
+            "--model.kind=multimodal"
+        )
+    try:
+        folder = TowerFolder(path)
+        found = folder.weights(config.model)
+    except ValueError as error:
+        raise ValueError(f"checkpoint.start_vision_from={path}: {error}") from None
+    if changed := folder.differences(config.model):
+        logger.info("the model config differs from that of %s: %s", path, "; ".join(changed))
+    return found
+
+
+def _problems(ours: Model, theirs: Model, of_tower: Collection[str], fresh: tuple[str, ...]) -> list[str]:
+    """How the parameters of the two models differ, apart from those that match `fresh`. of_tower: those that come from
+    elsewhere, and fit."""
+    needed = {name: shape for name, shape in _shapes(ours).items() if not matches(name, (*fresh, *of_tower))}
+    available = {name: shape for name, shape in _shapes(theirs).items() if not matches(name, (*fresh, *of_tower))}
     problems = [f"{name} is missing there" for name in needed if name not in available]
     problems += [f"{name} is missing here" for name in available if name not in needed]
     problems += [

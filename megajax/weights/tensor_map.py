@@ -17,7 +17,7 @@ from megajax.models.interface import ModelConfig
 from megajax.models.model import Model
 from megajax.parameters import named
 
-Layout = Literal["same", "linear", "conv1d", "by_head", "within_heads", "taps", "patches"]
+Layout = Literal["same", "linear", "conv1d", "by_head", "within_heads", "taps", "patches", "batched"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Row:
     by_head: as linear, with rows grouped by key-value head: queries, key, value. within_heads: as linear, with several
     of ours concatenated within each head. taps: a convolution, theirs [channels, 1, taps], ours [taps, *channels],
     several of ours concatenated along the channels. patches: a convolution of images or frames, theirs [out, colours,
-    (frames,) rows, columns], ours [frames, rows, columns, colours, out]. same: no change."""
+    (frames,) rows, columns], ours [frames, rows, columns, colours, out]. batched: theirs has three dims,
+    the first ones of size 1, and ours lacks these. same: no change."""
     where: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of our config for which the row applies."""
     first_layer: int = 0
@@ -114,6 +115,8 @@ class Tensor:
         if self.layout == "patches":
             frames, rows, columns, colours, width = first.shape
             return (width, colours, *([frames] if frames > 1 else []), rows, columns)
+        if self.layout == "batched":
+            return (*[1] * (3 - len(first.shape)), *first.shape)
         outputs = sum(part.num_outputs for part in self.parts)
         is_ours = self.layout == "conv1d"
         return (*first.stack, *first.inputs, outputs) if is_ours else (*first.stack, outputs, *first.inputs)
@@ -129,8 +132,8 @@ class Tensor:
 
     def views(self, array: np.ndarray) -> tuple[np.ndarray, ...]:
         """As split, of which what is written to a part changes the tensor; the heads of a part may be on two axes."""
-        if self.layout == "same":
-            return (array,)
+        if self.layout in ("same", "batched"):
+            return (array.reshape(self.parts[0].shape),)
         if self.layout == "taps":
             ends = np.cumsum([part.num_outputs // part.shape[0] for part in self.parts])
             cut = np.split(array[:, 0].T, ends[:-1], axis=-1)
@@ -161,10 +164,12 @@ def _split_heads(rows: np.ndarray, parts: Sequence[Part]) -> tuple[np.ndarray, .
 class WeightMap:
     """Maps the tensors of another framework to the parameters of a model."""
 
-    def __init__(self, config: ModelConfig, rows: Iterable[Row], sizes: Mapping[str, int], framework: str):
+    def __init__(
+        self, config: ModelConfig, rows: Iterable[Row], sizes: Mapping[str, int], framework: str, *, whole: bool = True
+    ):
         """sizes: {logical axis that we pad: its size in their tensors}. framework: its name in messages.
 
-        Raises ValueError if the table has no tensor for a parameter of the model.
+        Raises ValueError if the table has no tensor for a parameter of the model; not whole: of a part of it.
         """
         model = Model(config)
         self._sizes = sizes
@@ -185,7 +190,7 @@ class WeightMap:
             for number, part in enumerate(tensor.parts):
                 self.source[part.name, part.at] = (tensor, number)
         missing = set(self.records) - {name for name, _ in self.source}
-        if missing:
+        if missing and whole:
             raise ValueError(f"{framework} has no tensor for {', '.join(sorted(missing))}")
 
     @property

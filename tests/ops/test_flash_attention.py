@@ -25,10 +25,10 @@ def visible(lower, upper, num_keys):
     return (key >= np.asarray(lower)[..., None]) & (key < np.asarray(upper)[..., None])
 
 
-def bounds_of(length, mask, ids=None):
+def bounds_of(length, mask, ids=None, blocks=None):
     like = jax.ShapeDtypeStruct((1, length, 1, 1), jnp.float32)
     segments = None if ids is None else (jnp.asarray(ids)[None],) * 2
-    return key_bounds(like, like, segments, mask)
+    return key_bounds(like, like, segments, mask, None if blocks is None else jnp.asarray(blocks)[None])
 
 
 MASKS = {
@@ -50,6 +50,24 @@ def test_bounds_say_what_the_mask_says(name, packed):
     lower, upper = bounds_of(length, MASKS[name], ids if packed else None)
     assert np.array_equal(visible(lower, upper, length)[0], want)
     assert (np.diff(lower) >= 0).all() and (np.diff(upper) >= 0).all()
+
+
+@pytest.mark.parametrize("window", [5, 40])
+def test_the_tokens_of_an_image_see_each_other_within_the_window(window):
+    ids, blocks = np.repeat([1, 2], [17, 23]), np.repeat([0, 1, 2, 0, 3, 0], [3, 9, 4, 2, 7, 15])
+    index = np.arange(40)
+    same_block = (blocks[:, None] == blocks) & (blocks > 0)
+    want = (index > index[:, None] - window) & ((index <= index[:, None]) | same_block) & (ids[:, None] == ids)
+    mask = masks.CAUSAL & masks.window(window)
+    lower, upper = bounds_of(40, mask, ids, blocks)
+    assert np.array_equal(visible(lower, upper, 40)[0], want)
+    assert (np.diff(lower) >= 0).all() and (np.diff(upper) >= 0).all()
+    # One head with equal keys: a query gets the mean of the values that it sees.
+    ones = jnp.ones((1, 40, 1, 1))
+    eye = jnp.eye(40)[None, :, None]
+    how = dict(scale=1.0, mask=mask, segments=(jnp.asarray(ids)[None],) * 2, blocks=jnp.asarray(blocks)[None])
+    out = attention(ones, ones, eye, **how)
+    assert np.array_equal(np.asarray(out)[0, :, 0] > 0, want)
 
 
 def test_tiles_hold_all_that_is_seen_and_those_in_the_middle_are_seen_wholly():

@@ -223,7 +223,7 @@ class Attention(nnx.Module):
         """-> (out, cache, no Terms).
 
         inputs: `cos_global` and `sin_global`, or `cos_local` and `sin_local` (config.rope); optionally the segments,
-            int32 [B, T]; `block_ids`, int32 [B, T], above 0 for adjacent tokens that see each other whatever the mask;
+            int32 [B, T]; `block_ids`, int32 [B, T], above 0 for adjacent tokens that also see the later of them;
             with config.relative_bias `relative_bias`, float32 [N, T, S].
         cache: has `attend(q, k, v, ...) -> (out, cache)`, see layers/attention/kv_cache.py; None in training.
         key: for config.dropout of the attention probabilities; None: no dropout.

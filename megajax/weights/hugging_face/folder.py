@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from megajax.checkpoint.layout import Rows, stack_of
@@ -20,7 +19,6 @@ from megajax.data.tokenizers.tokenizer import MERGES, VOCABULARY, Tokenizer, rea
 from megajax.mesh.config import MeshConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
-from megajax.parameters import name_of
 from megajax.quantization.weights import QuantizedWeight, WeightFormat
 from megajax.tasks.interface import task_of
 from megajax.training.config import TrainingConfig
@@ -60,7 +58,7 @@ class Folder:
         if not is_folder(path):
             raise ValueError(f"{file} is not the config.json of a Hugging Face model; give the folder of one")
         self.options: dict[str, Any] = json.loads(file.read_text())
-        with _problems_in(file):
+        with problems_in(file):
             self.family = family_of(self.options)
             self.files = DequantizedFiles(self.path, read_scheme(self.options))
             self._check_counts()
@@ -110,18 +108,7 @@ class Folder:
         """The weights with the dtypes and shardings of the abstract arrays; each device reads its shard."""
         if self.files.num_quantized:
             logger.info("%s: %d quantised matrices are dequantised", self, self.files.num_quantized)
-
-        def load(path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-            name = name_of(path)
-            stack = stack_of(name, layer_rows)
-            numbers = None if stack is None else layer_rows[stack]
-
-            def read(index):
-                return self.reader.read(name, numbers, index, leaf.dtype)
-
-            return jax.make_array_from_callback(leaf.shape, leaf.sharding, read)
-
-        return jax.tree_util.tree_map_with_path(load, abstract)
+        return self.reader.restore(abstract, layer_rows)
 
     def open(self, name: str, layer_rows: Rows) -> StoredParameter:
         """A parameter, to be read layer by layer, in the dtype of the folder; of a quantised folder in float32."""
@@ -248,7 +235,7 @@ class Folder:
 
 
 @contextlib.contextmanager
-def _problems_in(file: Path) -> Iterator[None]:
+def problems_in(file: Path) -> Iterator[None]:
     """Names the file in a ValueError, which is also raised for values of another type than an option expects."""
     try:
         yield

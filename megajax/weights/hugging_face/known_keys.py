@@ -81,10 +81,15 @@ IGNORED = {
     "t5": {"dense_act_fn", "is_gated_act", "n_positions"},
     "llava": {"image_seq_length", "ignore_index", "vocab_size", "hidden_size"},
     "llava_next": {"image_seq_length", "ignore_index", "vocab_size", "hidden_size", "use_image_newline_parameter"},
-    "clip_vision_model": {"projection_dim", "vocab_size", "initializer_factor", "dropout"},
-    "siglip_vision_model": {"vision_use_head", "projection_dim", "projector_hidden_act"},
+    "clip_vision_model": {"projection_dim", "vocab_size", "initializer_factor", "dropout", "tie_word_embeddings"},
+    "siglip_vision_model": {"projection_dim", "projector_hidden_act", "num_image_tokens", "tie_word_embeddings"},
+    "siglip2_vision_model": {"projection_dim", "tie_word_embeddings"},
     "gemma3": {"boi_token_index", "eoi_token_index"},
-    "qwen2_5_vl_vision": {"tokens_per_second"},  # of videos
+    "qwen2_5_vl_vision": {"tokens_per_second", "in_chans", "spatial_patch_size"},  # the first: of videos
+    "internvl": {"image_seq_length"},
+    "internvl_vision": {
+        "dropout", "hidden_dropout_prob", "initializer_factor", "layer_scale_init_value", "projection_dropout",
+    },
 }  # fmt: skip
 
 

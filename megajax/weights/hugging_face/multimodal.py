@@ -11,7 +11,7 @@ that transformers 5 writes are read too.
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,10 @@ from megajax.weights.hugging_face.families import ATTENTION_BIAS, HEAD_DIM, LLAM
 from megajax.weights.hugging_face.form import DecoderForm, Family
 from megajax.weights.hugging_face.known_keys import check_keys
 from megajax.weights.hugging_face.layer_options import Window
-from megajax.weights.hugging_face.options import GATED, PLAIN, Choice, Option, Options, read_object
+from megajax.weights.hugging_face.options import GATED, PLAIN, REQUIRED, Choice, Option, Options, read_object
 from megajax.weights.hugging_face.rope import Mrope
 from megajax.weights.hugging_face.translate import nearest_family, read_options, write_options
-from megajax.weights.tensor_map import Row, linear, norm
+from megajax.weights.tensor_map import Layout, Row, linear, norm
 
 logger = logging.getLogger("megajax")
 TIED = "tie_word_embeddings"
@@ -112,6 +112,8 @@ class Section:
 
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
         inside = read_object(theirs, "vision_config")
+        if not inside:  # the defaults of a model are not those of its tower
+            raise ValueError("vision_config is missing")
         check_keys(self.options, self.model_type, self.model_type, inside)
         found = dict(self.always)
         for option in self.options:
@@ -172,13 +174,21 @@ class Side:
     keys = ("image_size", "patch_size")
 
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
-        image_size = theirs.get("image_size", self.image_size)
-        patch_size = theirs.get("patch_size", self.patch_size)
+        image_size = self._side(theirs, "image_size")
+        patch_size = self._side(theirs, "patch_size")
         sizes = {"vision.image.size": image_size, "vision.image.patch_size": patch_size}
         return sizes | {"vision.table": image_size // patch_size}
 
     def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
         return {"image_size": ours["vision.image.size"], "patch_size": ours["vision.image.patch_size"]}
+
+    def _side(self, theirs: Mapping[str, Any], name: str) -> int:
+        """Some files give height and width."""
+        found = theirs.get(name, getattr(self, name))
+        sides = found if isinstance(found, list) else [found]
+        if len(set(sides)) != 1:
+            raise ValueError(f"{name}={found} is not supported; supported are squares")
+        return sides[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,20 +234,39 @@ class WindowSide:
 
 @dataclasses.dataclass(frozen=True)
 class TableEntries:
-    """num_position_embeddings of Qwen3-VL: the entries of a square."""
+    """The number of entries of a square table."""
 
+    theirs: str
     default: int
-    keys = ("num_position_embeddings",)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return (self.theirs,)
 
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
-        number = theirs.get("num_position_embeddings", self.default)
+        number = theirs.get(self.theirs, self.default)
         side = math.isqrt(number)
         if side * side != number:
-            raise ValueError(f"num_position_embeddings={number} must be a square number")
+            raise ValueError(f"{self.theirs}={number} must be a square number")
         return {"vision.table": side}
 
     def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
-        return {"num_position_embeddings": ours["vision.table"] ** 2}
+        return {self.theirs: ours["vision.table"] ** 2}
+
+
+class Downsampling:
+    """downsample_ratio of InternVL; ours is the side of the squares that become one token."""
+
+    keys = ("downsample_ratio",)
+
+    def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
+        ratio = theirs.get("downsample_ratio", 0.5)
+        if ratio <= 0 or not (1 / ratio).is_integer():
+            raise ValueError(f"downsample_ratio={ratio} must be 1 divided by a whole number")
+        return {"vision.image.merge": int(1 / ratio)}
+
+    def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
+        return {"downsample_ratio": 1 / ours["vision.image.merge"]}
 
 
 class Pinpoints:
@@ -292,15 +321,16 @@ class Computed:
 
 @dataclasses.dataclass(frozen=True)
 class Unread:
-    """Keys that say how texts and images become tokens and patches, not what is computed of them."""
+    """Keys of what the text does not read, or of how texts and images become tokens and patches."""
 
     keys: tuple[str, ...]
+    written: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
         return {}
 
     def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
-        return {}
+        return dict(self.written)
 
 
 class MultimodalForm(DecoderForm[MultimodalConfig]):
@@ -341,6 +371,11 @@ class MultimodalForm(DecoderForm[MultimodalConfig]):
         of_text = nearest_family(self.text.families, found).weights
         return [row for part in table for row in (part.rows(of_text) if isinstance(part, TextRows) else [part])]
 
+    def in_files(self, config: MultimodalConfig, names: Collection[str]) -> MultimodalConfig:
+        """Where the head is tied by default, config.json may leave out that it is not."""
+        has_head = self.text.ties and any(name.endswith("lm_head.weight") for name in names)
+        return dataclasses.replace(config, tied_embeddings=config.tied_embeddings and not has_head)
+
     def copied(self, config: MultimodalConfig, name: str) -> str | None:
         return "embedding" if config.tied_embeddings and name.endswith("lm_head.weight") else None
 
@@ -369,14 +404,17 @@ _ACTIVATION = "vision.activation"
 _EPSILON = "vision.norm_epsilon"
 
 
-def _sizes(*names: str) -> Options:
+def _sizes(*names: str, defaults: tuple[Any, ...] = (REQUIRED,) * 4) -> Options:
     """The keys of width, feed-forward width, number of layers and of heads."""
     ours = ("embed_dim", "mlp_dim", "num_layers", "num_heads")
-    return tuple(Option(name, _PREFIX + word) for name, word in zip(names, ours, strict=True))
+    return tuple(
+        Option(name, _PREFIX + word, default) for name, word, default in zip(names, ours, defaults, strict=True)
+    )
 
 
-_VIT = _sizes("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_CLIP = Section(
+_VIT_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_VIT = _sizes(*_VIT_SIZES, defaults=(768, 3072, 12, 12))
+CLIP = Section(
     "clip_vision_model",
     {
         "vision.class_token": True,
@@ -392,16 +430,48 @@ _CLIP = Section(
         Side(224, 32),
     ),
 )
-_SIGLIP_OPTIONS: Options = (
+_SIGLIPS: Options = (
     *_VIT,
     Option("hidden_act", _ACTIVATION, "gelu_pytorch_tanh", values=PLAIN),
     Option("layer_norm_eps", _EPSILON, 1e-6),
     Choice("num_channels", 3),
-    Side(224, 16),
+    Unread(("vision_use_head",), {"vision_use_head": False}),  # the files lack it
 )
-_SIGLIP = Section("siglip_vision_model", {"vision.final_norm": True}, _SIGLIP_OPTIONS)
-_LLAVA_TOWER = LlavaTower(_CLIP, Section("siglip_vision_model", {"vision.final_norm": False}, _SIGLIP_OPTIONS))
+_SIGLIP_OPTIONS: Options = (*_SIGLIPS, Side(224, 16))
+SIGLIP = Section("siglip_vision_model", {"vision.final_norm": True}, _SIGLIP_OPTIONS)
+NAFLEX = Section(
+    "siglip2_vision_model",
+    {"vision.final_norm": True, "vision.table_corners": False},
+    (*_SIGLIPS, Option("patch_size", "vision.image.patch_size", 16), TableEntries("num_patches", 256)),
+)
+_INTERNVIT = Section(
+    "internvl_vision",
+    {
+        "vision.class_token": True,
+        "vision.branch_scales": True,
+        "vision.final_norm": False,
+        _EPSILON: 1e-6,
+    },
+    (
+        *_sizes(*_VIT_SIZES, defaults=(1024, 4096, 24, 16)),
+        Option("hidden_act", _ACTIVATION, "gelu", values=PLAIN),
+        Option("norm_type", "vision.norm", "layer_norm", values={"layer_norm": "layernorm", "rms_norm": "rmsnorm"}),
+        Option("attention_bias", "vision.qkv_bias", False),
+        Option("use_qk_norm", "vision.qk_norm", False),
+        Choice("layer_norm_eps", 1e-6),  # that of use_qk_norm, whatever the key says
+        Choice("num_channels", 3),
+        Choice("use_mask_token", False),
+        Choice("use_absolute_position_embeddings", True),
+        Choice("use_mean_pooling", True),
+        Side(448, 14),
+    ),
+)
+_LLAVA_TOWER = LlavaTower(CLIP, Section("siglip_vision_model", {"vision.final_norm": False}, _SIGLIP_OPTIONS))
 _LLAVA_TEXT = Text(tuple(family for family in families.FAMILIES if family.weights is weights.LLAMA))
+_INTERN_TEXT = Text(
+    tuple(family for kind in ("qwen2", "qwen3", "llama") for family in families.FAMILIES if family.model_type == kind),
+    ties=True,
+)
 _GEMMA_TEXT = Text(tuple(family for family in families.FAMILIES if family.model_type == "gemma3_text"), ties=True)
 _QWEN2_TEXT = Text((
     Family(
@@ -467,7 +537,7 @@ _QWEN3_TOWER = _qwen_tower(
     16,
     Option("hidden_act", _ACTIVATION, "gelu_pytorch_tanh", values=PLAIN),
     Numbers("deepstack_visual_indexes", "vision.deep_layers", (8, 16, 24)),
-    TableEntries(2304),
+    TableEntries("num_position_embeddings", 2304),
 )
 
 
@@ -489,6 +559,16 @@ _LLAVA: Options = (
     Option("multimodal_projector_bias", "vision.project_bias", True),
     Computed("vision.project_dim", _text_width),
 )
+_INTERN: Options = (
+    _INTERNVIT,
+    _INTERN_TEXT,
+    Option("image_token_id", "image_token", 151667),
+    Option("projector_hidden_act", "vision.project_activation", "gelu", values=PLAIN),
+    Choice("vision_feature_layer", -1),
+    Choice("vision_feature_select_strategy", "default"),
+    Downsampling(),
+    Computed("vision.project_dim", _text_width),
+)
 _QWEN: Options = (
     Option("image_token_id", "image_token", 151655),
     Computed("vision.project_dim", _merged_width),
@@ -501,15 +581,15 @@ _L = "vision_layers.*."
 _BIAS = "vision.patch_bias"
 
 
-def _vit(prefix: str) -> tuple[Row, ...]:
-    """Of a CLIP or a SigLIP."""
+def vit(prefix: str, patch: Layout = "patches") -> tuple[Row, ...]:
+    """Of a CLIP or a SigLIP. patch: layout of the embedding of patches; in SigLIP 2 it is linear."""
     embeddings = f"{prefix}embeddings."
     layer = prefix + "encoder.layers.{}."
     names = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}
     attention = [linear(f"{layer}self_attn.{name}", f"{_L}attention.{ours}") for name, ours in names.items()]
     return (
         Row(embeddings + "class_embedding", ("vision.class_token",)),
-        Row(embeddings + "patch_embedding.weight", ("vision.patch",), "patches"),
+        Row(embeddings + "patch_embedding.weight", ("vision.patch",), patch),
         Row(embeddings + "patch_embedding.bias", (_BIAS,)),
         Row(embeddings + "position_embedding.weight", ("vision.table",)),
         *norm(prefix + "pre_layrnorm", "vision.embedding_norm"),
@@ -522,9 +602,9 @@ def _vit(prefix: str) -> tuple[Row, ...]:
     )
 
 
-def _llava(vit: str, text: TextRows, prefix: str = "") -> tuple[Any, ...]:
+def _llava(tower: str, text: TextRows, prefix: str = "") -> tuple[Any, ...]:
     return (
-        *_vit(vit),
+        *vit(tower),
         *linear(f"{prefix}multi_modal_projector.linear_1", "vision.project.up"),
         *linear(f"{prefix}multi_modal_projector.linear_2", "vision.project.down"),
         Row(f"{prefix}image_newline", ("vision.newline",)),
@@ -532,10 +612,37 @@ def _llava(vit: str, text: TextRows, prefix: str = "") -> tuple[Any, ...]:
     )
 
 
-def _gemma(vit: str, text: TextRows, prefix: str = "") -> tuple[Any, ...]:
+def _intern(prefix: str, text: TextRows) -> tuple[Any, ...]:
+    embeddings = f"{prefix}vision_tower.embeddings."
+    layer = prefix + "vision_tower.encoder.layer.{}."
+    projector = f"{prefix}multi_modal_projector."
+    names = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "projection_layer": "out"}
+    attention = [linear(f"{layer}attention.{name}", f"{_L}attention.{ours}") for name, ours in names.items()]
+    return (
+        Row(embeddings + "cls_token", ("vision.class_token",), "batched"),
+        Row(embeddings + "patch_embeddings.projection.weight", ("vision.patch",), "patches"),
+        Row(embeddings + "patch_embeddings.projection.bias", (_BIAS,)),
+        Row(embeddings + "position_embeddings", ("vision.table",), "batched"),
+        *norm(layer + "layernorm_before", _L + "attention_norm"),
+        *(row for rows in attention for row in rows),
+        *norm(layer + "attention.q_norm", _L + "attention.query_norm"),
+        *norm(layer + "attention.k_norm", _L + "attention.key_norm"),
+        Row(layer + "lambda_1", (_L + "attention_scale",)),
+        *norm(layer + "layernorm_after", _L + "mlp_norm"),
+        *linear(layer + "mlp.fc1", _L + "mlp.up"),
+        *linear(layer + "mlp.fc2", _L + "mlp.down"),
+        Row(layer + "lambda_2", (_L + "mlp_scale",)),
+        *norm(projector + "layer_norm", "vision.project.norm"),
+        *linear(projector + "linear_1", "vision.project.up"),
+        *linear(projector + "linear_2", "vision.project.down"),
+        text,
+    )
+
+
+def _gemma(tower: str, text: TextRows, prefix: str = "") -> tuple[Any, ...]:
     projector = f"{prefix}multi_modal_projector."
     return (
-        *_vit(vit),
+        *vit(tower),
         Row(projector + "mm_input_projection_weight", ("vision.project.down",), "conv1d"),
         *norm(projector + "mm_soft_emb_norm", "vision.project.norm"),
         text,
@@ -621,7 +728,7 @@ FAMILIES: tuple[Family, ...] = (
             "image_attention": "bidirectional",
         },
         (
-            _SIGLIP,
+            SIGLIP,
             _GEMMA_TEXT,
             Option("image_token_index", "image_token", 262_144, also=("image_token_id",)),
             GemmaTokens(),
@@ -647,5 +754,14 @@ FAMILIES: tuple[Family, ...] = (
         _qwen("model.visual.", _IN_MEMORY, *_QWEN3_NAMES),
         (),
         MultimodalForm(_QWEN3_TEXT, "Qwen2VLImageProcessor"),
+    ),
+    Family(
+        "InternVLForConditionalGeneration",
+        "internvl",
+        {"vision.project_norm": "merged", "vision.project_norm_epsilon": 1e-5},
+        _INTERN,
+        _intern("", _ON_HUB),
+        (_intern("model.", _IN_MEMORY),),
+        MultimodalForm(_INTERN_TEXT, "GotOcr2ImageProcessor"),
     ),
 )

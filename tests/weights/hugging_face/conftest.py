@@ -1,5 +1,6 @@
 """Folders written by hand: what transformers would write, without torch."""
 
+import dataclasses
 import functools
 import json
 import logging
@@ -11,7 +12,9 @@ import pytest
 import safetensors.numpy
 import tokenizers
 
+from megajax.images.layout import TEXT
 from megajax.models.model import Model
+from megajax.models.multimodal import MultimodalConfig
 from megajax.precision import PrecisionConfig
 from megajax.weights.hugging_face.export import export_run
 from megajax.weights.hugging_face.folder import Folder
@@ -58,12 +61,15 @@ def write_folder(folder, options: dict, tensors: dict[str, np.ndarray]) -> None:
 
 
 def write_described(folder, entry: dict) -> None:
-    """entry: {"options": config.json, "tensors": {name: [shape, mean]}}; the weights are drawn by their names."""
+    """entry: {"options": config.json, "tensors": {name: [shape, mean]}}; the weights are drawn by their names. Models
+    that read images also have "processor": preprocessor_config.json."""
     tensors = {}
     for name, (shape, mean) in entry["tensors"].items():
         rng = np.random.default_rng(zlib.crc32(name.encode()))
-        tensors[name] = (mean + 0.15 * rng.standard_normal(shape)).astype(np.float32)
+        tensors[name] = np.asarray(mean + 0.15 * rng.standard_normal(shape), np.float32)
     write_folder(folder, entry["options"], tensors)
+    if "processor" in entry:
+        (folder / "preprocessor_config.json").write_text(json.dumps(entry["processor"]))
 
 
 @pytest.fixture(scope="session")
@@ -82,7 +88,11 @@ def transformers():
 class Theirs:
     """The model of a folder in float32, as transformers loads it without a word of warning."""
 
-    def __init__(self, transformers, folder, *, may_warn: bool = False):
+    auto_class = "AutoModelForCausalLM"
+    usual_warnings = ("newly initialized",)
+
+    def __init__(self, transformers, folder, *, may_warn: bool = False, may_lack: tuple[str, ...] = ()):
+        """may_lack: ends of names of tensors."""
         import torch
 
         records = []
@@ -91,15 +101,18 @@ class Theirs:
         logger = logging.getLogger("transformers")
         logger.addHandler(handler)
         try:
-            self.model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            self.model, info = getattr(transformers, self.auto_class).from_pretrained(
                 folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
             )
         finally:
             logger.removeHandler(handler)
         parameters = dict(self.model.named_parameters())
-        info["missing_keys"] = [name for name in info["missing_keys"] if parameters[name].numel()]
+        info["missing_keys"] = [
+            name for name in info["missing_keys"] if parameters[name].numel() and not name.endswith(may_lack)
+        ]
         assert not any(info.values()), info
-        warnings = [message for message in (r.getMessage() for r in records) if "newly initialized" not in message]
+        messages = (record.getMessage() for record in records)
+        warnings = [message for message in messages if not any(usual in message for usual in self.usual_warnings)]
         assert may_warn or not warnings
         self.model.eval()
 
@@ -110,9 +123,113 @@ class Theirs:
             return self.model(torch.tensor(ids, dtype=torch.long)).logits.numpy()
 
 
+class TheirMultimodal(Theirs):
+    """Reads images, prepared by the image processor of the folder; in float64, so that only our rounding counts."""
+
+    auto_class = "AutoModelForImageTextToText"
+    usual_warnings = (*Theirs.usual_warnings, "within the vocabulary")  # default token ids of the text, and a small one
+
+    def __init__(self, transformers, folder, **how):
+        super().__init__(transformers, folder, **how)
+        self.model.double()
+        self.processor = transformers.AutoImageProcessor.from_pretrained(folder)
+
+    def logits(self, ids: list[int], images: list) -> np.ndarray:
+        """ids: one token for each image -> [T, V], with as many tokens for each as the model makes of it."""
+        import torch
+
+        config = self.model.config
+        image_token = getattr(config, "image_token_id", None) or config.image_token_index
+        inputs = self._prepared(images) if images else {}
+        counts = [self._num_tokens(image) for image in images]
+        spread = []
+        for token in ids:
+            spread += [token] * (counts.pop(0) if token == image_token else 1)
+        tokens = torch.tensor([spread])
+        types = (tokens == image_token).int()
+        if config.model_type == "gemma3":
+            inputs["token_type_ids"] = types
+        if config.model_type.startswith("qwen"):
+            inputs["mm_token_type_ids"] = types
+        with torch.no_grad():
+            found = self.model(input_ids=tokens, attention_mask=torch.ones_like(tokens), **inputs)
+        return found.logits[0].float().numpy()
+
+    def _prepared(self, images: list) -> dict:
+        found = self.processor(images, return_tensors="pt")
+        names = found.keys() & {"pixel_values", "image_sizes", "image_grid_thw"}
+        return {name: found[name].double() if name == "pixel_values" else found[name] for name in names}
+
+    def _num_tokens(self, image) -> int:
+        import torch
+
+        with torch.no_grad():
+            found = self.model.get_image_features(**self._prepared([image])).pooler_output
+        return sum(len(features.flatten(0, -2)) for features in found)
+
+
 @pytest.fixture(scope="session")
 def load_theirs(transformers):
     return functools.partial(Theirs, transformers)
+
+
+@pytest.fixture(scope="session")
+def load_their_multimodal(transformers):
+    return functools.partial(TheirMultimodal, transformers)
+
+
+def noise(height: int, width: int):
+    """An image of which every pixel differs from the others."""
+    from PIL import Image
+
+    rng = np.random.default_rng(height * 1000 + width)
+    return Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8))
+
+
+@pytest.fixture(scope="session")
+def draw_noise():
+    pytest.importorskip("PIL")
+    return noise
+
+
+def row_of(config: MultimodalConfig, length: int, conversations: list, blocks: int) -> dict[str, np.ndarray]:
+    """The arrays of a row with these conversations: ids, one for each image, and images. blocks: over how many of the
+    blocks of the model the views are spread."""
+    arrays = {name: np.zeros(array.shape, array.dtype) for name, array in config.inputs(length, packed=True).items()}
+    arrays["image_index"][:] = TEXT
+    inputs = dataclasses.replace(config.image_inputs, blocks=blocks)
+    images = [image for _, images in conversations for image in images]
+    views = [config.vision.image.pixels(image) for image in images]
+    found = inputs.blocks_of(sizes_of(images), views.__getitem__)
+    for name in ("patches", "patch_places"):
+        arrays[name][:blocks] = found[name]
+    begin = 0
+    num_images = 0
+    index = found["index"]
+    for segment, (ids, images) in enumerate(conversations, 1):
+        text = inputs.expanded(np.array(ids), sizes_of(images))
+        count = len(text.tokens)
+        of_images, index = np.split(index, [np.count_nonzero(text.image_ids)])
+        values = {
+            "tokens": text.tokens, "positions": np.arange(count), "segment_ids": np.full(count, segment),
+            "image_index": text.image_index(of_images), "position_ids": text.positions,
+            "block_ids": np.where(text.image_ids > 0, num_images + text.image_ids, 0),
+        }  # fmt: skip
+        for name in arrays.keys() & values.keys():
+            arrays[name][begin : begin + count] = values[name]
+        begin += count
+        num_images += len(images)
+    return arrays
+
+
+def sizes_of(images: list) -> np.ndarray:
+    return np.array([(image.height, image.width) for image in images], int).reshape(-1, 2)
+
+
+@pytest.fixture(scope="session")
+def image_row():
+    pytest.importorskip("PIL")
+    return row_of
 
 
 def come_back(folder, tmp_path, copies=()) -> None:
