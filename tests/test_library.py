@@ -101,6 +101,12 @@ TINY_RECIPES = {
     "delta_net_tiny": {"model.pattern": "G-", "model.num_layers": 2},
     "moe_tiny": {"model.num_layers": 1},
     "t5_tiny": {"model.num_layers": 1, "model.head_dim": 16, "data.tokenizer": "null:400"},
+    "vlm_tiny": {
+        "model.num_layers": 1,
+        "model.vision.num_layers": 1,
+        "training.sequence_length": 64,
+        "data.tokenizer": "null:258",
+    },
 }
 
 

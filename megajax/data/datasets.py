@@ -20,6 +20,7 @@ from megajax.data.prepare.text_corpus import TextForm, prepare_text
 from megajax.data.samples.dataset import Part, TokenSource
 from megajax.data.samples.gpt import split_ranges
 from megajax.data.samples.mock import MockIndexedDataset
+from megajax.data.samples.sft import SftFormat
 from megajax.data.tokenizers.load import load_tokenizer
 from megajax.data.tokenizers.tokenizer import Tokenizer
 
@@ -131,7 +132,8 @@ def build_datasets(
         _build, sequence_length=amounts.sequence_length, seed=amounts.seed, cache_dir=config.cache_dir
     )
     if config.source == "mock":
-        mock = MockIndexedDataset(tokenizer.vocab_size, tokenizer.eod_id)
+        is_chat = isinstance(form, SftFormat)
+        mock = form.mock(tokenizer) if is_chat else MockIndexedDataset(tokenizer.vocab_size, tokenizer.eod_id)
         opened = {mock.prefix: mock}
         blends = [Entry(mock.prefix)]
         held_out = Entry(mock.prefix)

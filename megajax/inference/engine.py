@@ -312,7 +312,9 @@ class Engine:
         request = Request(tokens, sampling, owner=owner)
         limit = len(tokens) + sampling.max_tokens
         self._warn_beyond_training(limit)
-        request.sequences = [Sequence(request, index, list(tokens), limit, of_images) for index in range(sampling.n)]
+        request.sequences = [
+            Sequence(request, index, list(tokens), limit, images=of_images) for index in range(sampling.n)
+        ]
         if sampling.prompt_logprobs is not None:
             request.prompt_logprobs = []
         for sequence in request.sequences:

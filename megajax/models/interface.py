@@ -196,6 +196,10 @@ class ModelConfig:
         """FLOPs per token of the forward pass outside the stacks: the output layer."""
         raise NotImplementedError
 
+    def notes(self, sequence_length: int) -> dict[str, str]:
+        """What a plan and the start of a run say of the model besides its size: {name: text}."""
+        return {}
+
     @property
     def max_length(self) -> int | None:
         """Maximum sequence length in tokens; None: unlimited."""

@@ -297,10 +297,11 @@ class Model:
 
     @property
     def layers_run(self) -> tuple[LayerConfig, ...]:
-        """The layers that a step runs; one that every rank of a pipeline runs is listed once per rank."""
-        layers = self.config.layers(self.execution)
+        """The layers that a step runs; one that every rank of a pipeline runs on all tokens, a guessing one, is listed
+        once per rank."""
+        guessing = sum(self.config.stacks_of("guess", self.execution).values(), ())
         others = 0 if self.stages is None else self.stages.num_ranks - 1
-        return layers + layers[self.config.num_stage_layers :] * others
+        return self.config.layers(self.execution) + guessing * others
 
     @property
     def scans(self) -> bool:

@@ -92,10 +92,27 @@ class MultimodalConfig(DecoderConfig):
         return ImageInputs(self.vision.layouts, self.image_token, self.vision.blocks, self.vision.patches)
 
     def flops_outside(self, sequence_length: int) -> Flops:
+        return super().flops_outside(sequence_length) + self._flops_around_tower(sequence_length)
+
+    def _flops_around_tower(self, sequence_length: int) -> Flops:
+        """Of the embedding of patches and of the projector, per token of the text."""
         patches = self.vision.blocks * self.vision.patches
         patch = Flops(2 * self.vision.image.patch_size**2 * 3 * self.vision.embed_dim * self.vision.frames)
         of_images = patch * patches + self.vision.projector_flops(self.embed_dim) * (patches / self.vision.merged)
-        return super().flops_outside(sequence_length) + of_images * (1 / sequence_length)
+        return of_images * (1 / sequence_length)
+
+    def notes(self, sequence_length: int) -> dict[str, str]:
+        vision = self.vision
+        whole = self.forward_flops(sequence_length).total(causal=True)
+        of_tower = sum((layer.flops(sequence_length) for layer in self.stacks(ExecutionConfig())[TOWER]), Flops())
+        of_tower += self._flops_around_tower(sequence_length)
+        blocks = f"{vision.blocks} blocks" if vision.blocks > 1 else "a block"
+        tokens = vision.blocks * vision.patches // vision.merged
+        share = 100 * of_tower.total(causal=True) / whole
+        return {
+            "images": f"{blocks} of {vision.patches:,} patches a sample, up to {tokens:,} tokens of the text; "
+            f"{share:.0f} % of the FLOPs are the tower's"
+        }
 
     def check(self, mesh: MeshConfig, sequence_length: int, execution: ExecutionConfig) -> None:
         super().check(mesh, sequence_length, execution)

@@ -26,6 +26,7 @@ def startup_rows(program: Program, training: TrainingConfig, datasets: Datasets)
     return [
         ("parameters", described_size(model)),
         ("FLOPs per token", f"{flops[0]} (attention counted in full), {flops[1]} (causal)"),
+        *model.config.notes(length).items(),
         ("devices", f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {processes}"),
         ("mesh", axes or "one device"),
         ("precision", described_precision(program)),

@@ -119,6 +119,7 @@ def _model_rows(model: Model, mesh: MeshConfig, training: TrainingConfig, device
     return [
         ("parameters", f"{described_size(model)} ({model.num_parameters():,})"),
         ("FLOPs per token", f"{flops[0]} (attention counted in full), {flops[1]} (causal)"),
+        *model.config.notes(length).items(),
         ("devices", f"{mesh.num_devices} x {device.name}: {axes or 'one device'}"),
         ("batch", f"{batch.size} x {length} tokens in "
                   f"{format_number_of(batch.num_microbatches, 'microbatch', 'microbatches')} of "

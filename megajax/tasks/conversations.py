@@ -32,7 +32,7 @@ class Conversations(Task):
 
     def check(self, data: DataConfig, model: ModelConfig) -> None:
         super().check(data, model)
-        check_source(self.kind, data, "indexed", "drawn")
+        check_source(self.kind, data, "indexed", "drawn", "mock")
 
     def arrays(self, model: ModelConfig, sequence_length: int) -> dict[str, BatchArray]:
         return with_labels(model.inputs(sequence_length, packed=True))

@@ -38,7 +38,7 @@ def test_generation_cuts_contexts_and_texts_and_gives_repeats_their_own_seeds(te
     class FakeEngine:
         has_work = True
 
-        def submit(self, prompt, sampling):
+        def submit(self, prompt, sampling, images=()):
             submitted.append((bytes(prompt), sampling.seed))
             return len(submitted)
 
@@ -52,7 +52,7 @@ def test_generation_cuts_contexts_and_texts_and_gives_repeats_their_own_seeds(te
                 for request in range(len(submitted), 0, -1):
                     yield Output(request, 0, list(part), "", None, None, None)
 
-    monkeypatch.setitem(text_model.__dict__, "_engine", FakeEngine())
+    monkeypatch.setitem(text_model.__dict__, "engine", FakeEngine())
     to_newline = Sampling(max_tokens=16, temperature=0.0, stop=("\n", "and"))
     to_letter = dataclasses.replace(to_newline, stop=("a",))
     requests = [("Once", to_newline), ("A" * 20 + "B" * 48, to_newline), ("Once", to_letter), ("Once", to_newline)]

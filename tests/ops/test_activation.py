@@ -16,6 +16,7 @@ FORMULAS = {
     "swiglu": lambda x: x / (1 + jnp.exp(-x)),
     "geglu": lambda x: x * (1 + jax.lax.erf(x / math.sqrt(2))) / 2,
     "geglu_tanh": lambda x: x * (1 + jnp.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+    "quick_gelu": lambda x: x / (1 + jnp.exp(-1.702 * x)),
     "relu": lambda x: jnp.where(x > 0, x, 0),
     "squared_relu": lambda x: jnp.where(x > 0, x**2, 0),
 }

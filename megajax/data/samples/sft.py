@@ -32,6 +32,8 @@ from megajax.data.indexed.images import ImageTable, image_table_path
 from megajax.data.indexed.index_cache import content_hash, load_or_build
 from megajax.data.indexed.meta import read_meta
 from megajax.data.samples.dataset import Part, SampleDataset, TokenSource
+from megajax.data.samples.mock import MockConversations, MockImages
+from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.images.decode import decode
 from megajax.images.layout import TEXT
 from megajax.images.rows import ImageInputs
@@ -58,6 +60,11 @@ class SftFormat:
 
     of_documents: ClassVar[bool] = True
     is_plain_text: ClassVar[bool] = False
+
+    def mock(self, tokenizer: Tokenizer) -> MockConversations:
+        """Documents for data.source=mock."""
+        token = None if self.images is None else self.images.token
+        return MockConversations(tokenizer.vocab_size, tokenizer.eod_id, token)
 
     def build(
         self, indexed: TokenSource, part: Part, num_samples: int, sequence_length: int, seed: int, cache_dir: str
@@ -127,8 +134,10 @@ class SftDataset(SampleDataset[SftFormat]):
         assert self.sample_format.images is not None
         return self.sample_format.images
 
-    def _open_images(self) -> ImageTable | None:
+    def _open_images(self) -> ImageTable | MockImages | None:
         """Those of the data, if the model reads images."""
+        if isinstance(self.indexed, MockConversations):
+            return self.indexed.images
         path = image_table_path(self.indexed.prefix)
         if not os.path.isfile(path):
             return None

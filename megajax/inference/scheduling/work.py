@@ -80,8 +80,6 @@ class Sequence:
     """Prompt and generated tokens that the host knows."""
     limit: int
     """Maximum length in tokens."""
-    images: PromptImages | None = None
-    """Of its prompt."""
     row: int = NO_ROW
     """Its row in the arrays of the device while it runs."""
     pages: list[int] = dataclasses.field(default_factory=list)
@@ -103,6 +101,8 @@ class Sequence:
     matcher: Matcher | None = None
     """Which tokens may follow, if the text must follow a schema or a regular expression."""
     lookup: PromptLookup = dataclasses.field(default_factory=PromptLookup, repr=False)
+    images: PromptImages | None = None
+    """Of its prompt."""
     guesses: tuple[int, ...] = ()
     """The tokens that may follow the newest one, guessed by layers of the model in the call that generated it."""
 

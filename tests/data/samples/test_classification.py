@@ -100,12 +100,13 @@ def test_training_and_evaluation_examples_are_drawn_from_all_labels(tmp_path):
 
 @pytest.mark.parametrize("task, model, message", [
     (Classification(), BertConfig(head="token_classification"), "task.kind=classification needs data.source=text"),
-    (Conversations(), DecoderConfig(), "task.kind=conversations needs data.source=indexed, not mock"),
+    (Conversations(), DecoderConfig(), "conversations needs data.source=indexed or drawn or mock, not text"),
     (Masked(sentences="nsp"), BertConfig(), "use --task.sentences=none"),
 ])  # fmt: skip
 def test_tasks_refuse_sources_that_they_do_not_read(task, model, message):
+    source = "text" if isinstance(task, Conversations) else "mock"
     with pytest.raises(ValueError, match=message):
-        task.check(DataConfig(), model)
+        task.check(DataConfig(source=source), model)
 
 
 def test_a_model_makes_room_for_the_special_tokens():
