@@ -39,6 +39,10 @@ MAX_TICKS = 80
 # ----------------------------------------------------------------------------- runs
 
 
+EVALUATED = ("o--", "s:", "^-.", "D-")
+"""Lines of the metrics of evaluations in a panel."""
+
+
 def curves(runs: Sequence[RunMetrics], x: XAxis = "step", smooth: int = 1) -> "Figure":
     """A panel per kind of metric and a colour per run. runs: from `read_run`. smooth: mean of the last N losses and
     gradient norms."""
@@ -70,14 +74,18 @@ def loss(lines: Sequence[Mapping[str, Any]]) -> "Figure":
 
 def _draw_curves(axes: "Axes", shown: Sequence[Curve], x: XAxis) -> None:
     axes.grid(alpha=0.3)
+    evaluated = list(dict.fromkeys(curve.metric for curve in shown if curve.is_evaluation))
     for curve in shown:
         color = f"C{curve.number}"
         if curve.metric == "mean_loss":  # and, behind it, that of single steps
             axes.plot(*curve.run.series("loss", x), color=color, alpha=0.3, linewidth=0.8)
         if curve.is_evaluation:
-            axes.plot(curve.at, curve.values, "o--", color=color, label=curve.label, markersize=3)
+            style = EVALUATED[evaluated.index(curve.metric) % len(EVALUATED)]
+            axes.plot(curve.at, curve.values, style, color=color, label=curve.label, markersize=3)
         else:
             axes.plot(curve.at, curve.values, color=color, label=curve.label, linewidth=1.2)
+    if len(evaluated) > 1:
+        axes.legend(fontsize="small")
 
 
 # ----------------------------------------------------------------------------- meshes and masks

@@ -29,8 +29,9 @@ PANELS = (
     ("tokens/s", ("tokens_per_second",)),
     ("MFU", ("mfu",)),
 )
-"""(title, metrics) of each panel; panels without data are left out."""
+"""(title, metrics) of each panel; panels without data are left out. Rates of evaluations follow (rate_panels)."""
 SMOOTHED = ("mean_loss", "grad_norm")
+KNOWN = {"eval_bits_per_byte", *(metric for _, metrics in PANELS for metric in metrics)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,14 +137,24 @@ class Curve:
 
     @property
     def label(self) -> str:
-        return ", ".join(filter(None, (self.run.name, "evaluation" if self.is_evaluation else ""))) or "training"
+        what = "evaluation" if self.is_evaluation else ""
+        if self.is_evaluation and self.metric not in KNOWN:
+            what = self.metric.removeprefix("eval_").replace("_", " ")
+        return ", ".join(filter(None, (self.run.name, what))) or "training"
+
+
+def rate_panels(runs: Sequence[RunMetrics]) -> list[tuple[str, list[str]]]:
+    """Of the rates that evaluations report, those with the same first word together: answers, answers_grey."""
+    names = sorted({name for run in runs for record in run.records for name in record if name.startswith("eval_")})
+    rates = [name for name in names if name not in KNOWN]
+    return [(title, list(group)) for title, group in itertools.groupby(rates, key=lambda name: name.split("_")[1])]
 
 
 def panels(runs: Sequence[RunMetrics], x: XAxis, smooth: int) -> list[tuple[str, list[Curve]]]:
     """(title, curves) of each panel that is not empty. smooth: mean of the last N losses and gradient norms. Raises
     ValueError if there is nothing to draw."""
     found = []
-    for title, metrics in PANELS:
+    for title, metrics in (*PANELS, *rate_panels(runs)):
         curves = [
             Curve(run, number, metric, *run.series(metric, x, smooth if metric in SMOOTHED else 1))
             for (number, run), metric in itertools.product(enumerate(runs), metrics)
