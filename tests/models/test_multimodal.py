@@ -1,12 +1,18 @@
 """A decoder with a tower: the same on every mesh, whatever shares the patches; masks; what it refuses."""
 
+import dataclasses
 import functools
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+import megajax
+from megajax.config import Config
+from megajax.data.config import DataConfig
 from megajax.images.layout import NEWLINE
 from megajax.images.rules import ImageRule
 from megajax.mesh.config import MeshConfig, make_mesh
@@ -17,10 +23,15 @@ from megajax.models.interface import NO_REGULARISERS
 from megajax.models.model import Model
 from megajax.models.multimodal import MultimodalConfig
 from megajax.models.tower import TowerConfig
+from megajax.optim.config import OptimizerConfig
 from megajax.parallel.context import sequence_order
 from megajax.parallel.schedule import make_stages
+from megajax.parameters import named
 from megajax.precision import PrecisionConfig
+from megajax.tasks.conversations import Conversations, answered, changed_images
 from megajax.tasks.language import Language
+from megajax.training.config import TrainingConfig
+from runs import run_of
 
 B, T, VOCAB = 8, 32, 64
 RULE = ImageRule(resize="squash", size=8, patch_size=2, merge=2)
@@ -31,7 +42,13 @@ TOWER = TowerConfig(
 MODEL = MultimodalConfig(
     num_layers=4, embed_dim=16, num_heads=4, vocab_size=VOCAB, position="rope", init_std=0.2, vision=TOWER
 )
+DEEP = dataclasses.replace(
+    MODEL, image_attention="bidirectional", vision=dataclasses.replace(TOWER, deep_layers=(0,)), num_layers=2
+)
 FLOAT32 = PrecisionConfig(compute="float32")
+
+
+OF_LOSS = ("labels", "loss_weights")
 
 
 @functools.cache
@@ -48,6 +65,7 @@ def make_batch() -> dict[str, np.ndarray]:
         "patches": np.zeros((B, 8, 16, 12), np.uint8),
         "patch_places": np.zeros((B, 8, 16, 5), np.int32),
         "image_index": np.full((B, T), -1, np.int32),
+        "block_ids": np.zeros((B, T), np.int32),
     }
     places = [(block // 2 * 2 + at // 2, block % 2 * 2 + at % 2) for block in range(4) for at in range(4)]
     for row in range(B):
@@ -57,6 +75,7 @@ def make_batch() -> dict[str, np.ndarray]:
             batch["patch_places"][row, part] = [(1, *place, 4, 4) for place in places]
         for start, part in zip((3, 20), reversed(parts), strict=True):
             batch["image_index"][row, start : start + 4] = 4 * part + np.arange(4)
+            batch["block_ids"][row, start : start + 4] = start
         batch["image_index"][row, 24] = NEWLINE
     return batch
 
@@ -76,7 +95,7 @@ def loss_and_gradients(config: MultimodalConfig, sizes: dict, **how):
         array = array[:, order] if dims[0] == "time" else array
         return jax.device_put(array[None], NamedSharding(mesh, batch_spec(dims)))
 
-    batch = {name: placed(name, array) for name, array in make_batch().items()}
+    batch = {name: placed(name, array) for name, array in make_batch().items() if name in {*arrays, *OF_LOSS}}
     weights = model.init(0, mesh)
 
     def run(weights, batch):
@@ -103,15 +122,75 @@ def on_one_device(config: MultimodalConfig):
         (dict(data=2, fsdp=2, tensor=2), {}),
         (dict(context=2, tensor=2, data=2), dict(scan_layers=True, recompute="full")),
         (dict(pipeline=2, tensor=2, context=2), {}),
+        (dict(context=2, tensor=2, fsdp=2), dict(context_attention="all_to_all", model="deep")),
     ],
     ids=str,
 )
 def test_every_mesh_gives_the_same_loss_and_gradients(sizes, how):
-    loss, gradients = on_one_device(MODEL)
-    found, on_mesh = loss_and_gradients(MODEL, sizes, **how)
+    """deep: also with deep layers, and images that see themselves."""
+    model = DEEP if how.pop("model", "") else MODEL
+    loss, gradients = on_one_device(model)
+    found, on_mesh = loss_and_gradients(model, sizes, **how)
     np.testing.assert_allclose(found, loss, rtol=1e-6)
     flat = jax.tree.map(lambda a, like: a.reshape(like.shape), on_mesh, gradients)
     for path, wanted in jax.tree_util.tree_leaves_with_path(gradients):
         got = functools.reduce(lambda tree, key: tree[key.key], path, flat)
         np.testing.assert_allclose(got, wanted, atol=2e-6, rtol=1e-4, err_msg=jax.tree_util.keystr(path))
         assert np.abs(wanted).max() > 0, path
+
+
+def test_a_frozen_tower_does_not_change_and_has_no_optimizer_state(tmp_path, monkeypatch):
+    config = Config(
+        model=dataclasses.replace(MODEL, num_layers=1, vision=dataclasses.replace(TOWER, newline=False)),
+        task=Conversations(rates_answers=True),
+        precision=FLOAT32,
+        data=DataConfig(source="mock", tokenizer=f"null:{VOCAB}", cache_dir=str(tmp_path)),
+        training=TrainingConfig(
+            steps=2, global_batch_size=2, sequence_length=T, eval_every_steps=2, eval_steps=1, log_every_steps=1,
+            frozen=("vision_layers.*", "vision.table", "vision.patch*"),
+        ),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=0),
+        run_dir=str(tmp_path / "run"),
+    )  # fmt: skip
+    lines = run_of(config, monkeypatch)
+    evaluation = lines[-1]
+    assert {"eval_answers", "eval_answers_exchanged", "eval_answers_grey"} <= evaluation.keys()
+    run = megajax.Run(config, jax.devices()[:1])
+    before = named(run.init().weights)
+    state = run.restore(2)
+    for name, array in named(state.weights).items():
+        is_frozen = name.startswith(("vision_layers.", "vision.table", "vision.patch"))
+        assert np.array_equal(array, before[name]) == is_frozen, name
+    held = {name.rpartition("vision")[0] for name in named(state.optimizer) if "vision_layers" in name}
+    assert not held
+
+
+def test_answers_count_whole_conversations():
+    class Module:
+        def log_probs(self, h, labels):
+            return SimpleNamespace(top=h)
+
+    batch = {
+        "segment_ids": jnp.array([[1, 1, 1, 2, 2, 3, 0, 0]]),
+        "labels": jnp.array([[5, 6, 7, 8, 9, 1, 0, 0]]),
+        "loss_weights": jnp.array([[0, 1, 1, 1, 1, 0, 0, 0]], jnp.float32),
+    }
+    likely = jnp.array([[0, 6, 7, 8, 0, 0, 0, 0]])  # the first conversation is right, the third has no answer
+    right, counted = answered(Module(), likely, batch)
+    assert (float(right), float(counted)) == (1, 2)
+    assert changed_images(batch) == {}
+
+
+@pytest.mark.parametrize("fields, mesh, message", [
+    (dict(vision=TowerConfig()), {}, "model.vision.num_layers=0 with model.kind=multimodal"),
+    (dict(vision=dataclasses.replace(TOWER, blocks=3)), dict(tensor=2), "vision.blocks=3 must be a multiple of 2"),
+    (dict(vision=dataclasses.replace(TOWER, patches=18)), {}, "patches=18 is no multiple of the 4 patches"),
+    (dict(vision=dataclasses.replace(TOWER, window=3)), {}, "window=3 is no multiple of model.vision.image.merge=2"),
+    (dict(vision=dataclasses.replace(TOWER, deep_layers=(2,))), {}, "deep_layers=2 must ascend and be below"),
+    (dict(vision=dataclasses.replace(TOWER, deep_layers=(0,))), dict(pipeline=2), "with model.vision.deep_layers"),
+    (dict(image_attention="bidirectional"), dict(context=2), "use --execution.context_attention=all_to_all"),
+    (dict(mtp_layers=1), {}, "model.mtp_layers=1 is not supported"),
+])  # fmt: skip
+def test_contradictions_are_refused(fields, mesh, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(MODEL, **fields).check(MeshConfig(**mesh), T, ExecutionConfig())

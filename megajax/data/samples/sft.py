@@ -117,11 +117,12 @@ class SftDataset(SampleDataset[SftFormat]):
         # Worker processes build the dataset too: one line per run is enough.
         if multiprocessing.parent_process() is None and self.num_long + self.num_unanswered:
             logger.warning(
-                "%s: of %d conversations, %d are longer than %d tokens (%s), %d have no answer to learn (left out)",
+                "%s: of %d conversations, %d are longer than %d tokens%s (%s), %d have no answer to learn (left out)",
                 self.indexed.prefix,
                 end - begin,
                 self.num_long,
                 self.sequence_length + 1,
+                "" if self.images is None else " or have more images than fit",
                 "cut, or left out if they have images" if self.sample_format.on_misfit == "truncate" else "left out",
                 self.num_unanswered,
             )
