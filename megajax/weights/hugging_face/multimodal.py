@@ -344,11 +344,11 @@ class MultimodalForm(DecoderForm[MultimodalConfig]):
         image = config.vision.image
         if not any((folder / name).is_file() for name in (FILE, NESTED_FILE)):
             logger.warning("%s has no %s: images are prepared as %s does by default", folder, FILE, self.processor)
-            return config
+            return _with_room(config)
         rule = read_rule(folder, image.patch_size, image.merge)
         if rule.resize not in ("pixels", "patches") and rule.size != image.size:
             raise ValueError(f"image_size={image.size}, but the images of {FILE} have {rule.size} pixels a side")
-        return dataclasses.replace(config, vision=dataclasses.replace(config.vision, image=rule))
+        return _with_room(dataclasses.replace(config, vision=dataclasses.replace(config.vision, image=rule)))
 
     def write_beside(self, config: MultimodalConfig, folder: Path) -> None:
         rule = config.vision.image
@@ -356,7 +356,7 @@ class MultimodalForm(DecoderForm[MultimodalConfig]):
         write_rule(folder, rule, self.processor if self.processor in fitting else fitting[0])
 
     def without_training(self, config: MultimodalConfig) -> MultimodalConfig:
-        vision = dataclasses.replace(config.vision, patches=config.vision.merged)
+        vision = dataclasses.replace(config.vision, blocks=1, patches=config.vision.merged)
         return dataclasses.replace(super().without_training(config), vision=vision)
 
     def canonical(self, config: MultimodalConfig) -> MultimodalConfig:
@@ -388,6 +388,14 @@ class MultimodalForm(DecoderForm[MultimodalConfig]):
         if words[:2] == ["encoder", "layers"]:
             return int(words[2]) >= config.vision.num_layers
         return words[0] == "head" or (words[0] == "post_layernorm" and not config.vision.final_norm)
+
+
+def _with_room(config: MultimodalConfig) -> MultimodalConfig:
+    """With blocks that hold a view: of images of any size, one of 64 by 64 patches."""
+    vision = config.vision
+    side = 64 if vision.image.resize == "pixels" else vision.table
+    patches = side**2 + (vision.merged if vision.class_token else 0)
+    return dataclasses.replace(config, vision=dataclasses.replace(vision, patches=max(patches, vision.patches)))
 
 
 def text_config(words: Mapping[str, Any]) -> DecoderConfig:
