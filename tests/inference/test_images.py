@@ -168,6 +168,22 @@ def test_log_probabilities_are_those_of_training(name):
             assert np.abs(other - wanted).max() > 1e-3
 
 
+def test_a_mesh_gives_the_same_tokens():
+    model = Model(MODELS["pixels"], FLOAT32)
+    mesh = make_mesh(MeshConfig(tensor=2), jax.devices()[:2])
+    settings = ServingConfig(max_length=96, page_size=4, num_pages=80, max_batch_tokens=24, max_rows=4)
+    split = Engine(model, model.init(1, mesh), mesh, None, serving=settings)
+    assert [tokens for tokens, _ in generated(split)] == [tokens for tokens, _ in generated(engine("pixels"))]
+
+
+def test_a_warm_up_compiles_what_images_need():
+    of_tiles = engine("pinpoints", decode_steps=2)
+    of_tiles.warm_up()
+    count = of_tiles.num_programs
+    generated(of_tiles)
+    assert of_tiles.num_programs == count
+
+
 def test_pages_are_shared_by_the_same_image_and_by_no_other():
     of_pixels = engine("pixels")
     before = of_pixels.stats().prefix_hits

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megajax.images.layout import TEXT
-from megajax.inference.device.image_features import ImageFeatures
+from megajax.inference.device.image_features import EncodeBatch, ImageFeatures
 from megajax.inference.device.programs import (
     Chooser,
     DecodeBatch,
@@ -176,6 +176,10 @@ class Batches:
 
     def empty_prefill(self, length: int, num_pages: int) -> tuple[HostPrefillBatch, HostChooser]:
         return self._padding(length, num_pages), self.chooser([], self.shapes.num_chunks)
+
+    def empty_images(self, count: int, size: int) -> EncodeBatch:
+        assert self.features is not None
+        return self.features.empty(count, size)
 
     def _num_pages(self, chunk: Chunk) -> int:
         """Of its sequence up to its end."""

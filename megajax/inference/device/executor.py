@@ -6,6 +6,7 @@ What they compute is in inference/device/programs.py.
 import functools
 import math
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -110,6 +111,7 @@ class Executor:
                 self._is_state = [leaf.size > 0 for leaf in leaves]  # pages are empty there
                 self._kept = [leaf for leaf in leaves if leaf.size]
             self._features = None
+            self._image_shapes = [] if features is None else features.shapes()
             if features is not None:
                 of_one = features.empty(1, MIN_PATCHES)
                 abstract = jax.eval_shape(functools.partial(_encoded, model), model.abstract_weights, *of_one)
@@ -238,12 +240,15 @@ class Executor:
 
     def compilations(self, params: dict, batches: Batches, shapes: Shapes) -> dict[tuple, Compilation]:
         """By function and shape: each compiles a program, unless that has been done. They keep no arrays."""
-        calls = {}
+        calls: dict[tuple, tuple[Callable, tuple]] = {}
         for shape in shapes.decode():
             calls["decode", *shape] = self._decode, self._decode_arguments(params, *batches.empty_decode(*shape), 1)
         for shape in shapes.prefill():
             empty = batches.empty_prefill(*shape)
             calls["prefill", *shape] = self._prefill, self._prefill_arguments(params, *empty, False)
+        for shape in self._image_shapes:
+            arguments = (params, self._features, None, *batches.empty_images(*shape))
+            calls["images", *shape] = self._encode_images, arguments
         return {
             key: functools.partial(self._program, function, self._abstract(arguments))
             for key, (function, arguments) in calls.items()
@@ -255,6 +260,8 @@ class Executor:
             self.decode(params, *batches.empty_decode(*shape), 1)
         for shape in shapes.prefill():
             self.prefill(params, *batches.empty_prefill(*shape), False)
+        for shape in self._image_shapes:
+            self.encode_images(params, batches.empty_images(*shape))
         self.start_row(0, np.zeros(self.vocab_size, np.int32), np.zeros(self.vocab_size, np.float32))
         if self._kept:
             self.keep(0, 0)

@@ -14,9 +14,11 @@ from megajax.images.layout import NEWLINE
 from megajax.images.rows import ImageInputs
 from megajax.inference.scheduling.images import PromptImage
 from megajax.inference.shapes import fitting, power_of_two
+from megajax.inference.shapes import sizes as sizes_between
 
 MIN_PATCHES = 64  # of the smallest block
-VIEWS = (1, 2, 4, 8)  # in a call
+WARM_PATCHES = 4096  # of the largest block that a warm-up compiles, if images have any size
+VIEWS = (1, 4)  # in a call
 
 
 class EncodeBatch(NamedTuple):
@@ -36,7 +38,7 @@ class ImageFeatures:
         self.inputs = inputs
         self.num_slots = num_slots
         self.num_encoded = 0
-        self._views = [count for count in VIEWS if count >= num_parts] or [num_parts]
+        self._views = [count for count in VIEWS if count % num_parts == 0] or [num_parts]
         self._free = list(range(num_slots - 1, -1, -1))
         self._slots: OrderedDict[bytes, np.ndarray] = OrderedDict()
         """The least recently used first."""
@@ -66,11 +68,20 @@ class ImageFeatures:
         views = defaultdict(list)
         for image in new:
             for begin, end in zip(image.layout.bounds[:-1].tolist(), image.layout.bounds[1:].tolist(), strict=True):
-                size = MIN_PATCHES * power_of_two(-(-(end - begin) // MIN_PATCHES))
-                views[size].append((image, begin, end))
+                views[_size_of_block(end - begin)].append((image, begin, end))
         for size, found in views.items():
             for start in range(0, len(found), self._views[-1]):
                 yield self._batch(found[start : start + self._views[-1]], size)
+
+    def shapes(self) -> list[tuple[int, int]]:
+        """Of the calls that a warm-up compiles: (views, patches of each). Larger images compile more."""
+        rule = self.inputs.layouts.rule
+        if rule.resize in ("pixels", "patches"):
+            sizes = sizes_between(MIN_PATCHES, WARM_PATCHES)
+        else:
+            layout = self.inputs.layouts.of(rule.size, rule.size)
+            sizes = [_size_of_block(int(np.diff(layout.bounds).max()))]
+        return [(count, size) for count in self._views for size in sizes]
 
     def _allocate(self, image: PromptImage, kept: Iterable[bytes]) -> None:
         count = image.num_results
@@ -102,3 +113,7 @@ class ImageFeatures:
             np.zeros((1, count, size, 5), np.int32),
             np.full(count * size // self.inputs.merged, self.num_slots, np.int32),
         )
+
+
+def _size_of_block(num_patches: int) -> int:
+    return MIN_PATCHES * power_of_two(-(-num_patches // MIN_PATCHES))

@@ -205,7 +205,9 @@ class Server:
         return await answered(generation, answer, body)
 
     async def _read_images(self, files: Sequence[bytes]) -> list[PromptImage]:
-        """Raises Refused for an image that cannot be read, and for a model that reads none."""
+        """Raises Refused for too many images, one that cannot be read, and a model that reads none."""
+        if len(files) > self.config.max_images:
+            raise Refused(400, f"messages: {len(files)} images are more than {self.config.max_images}", "messages")
 
         def read() -> list[PromptImage]:
             return [self.engine.read_image(data, f"messages: image {number}") for number, data in enumerate(files)]

@@ -26,6 +26,8 @@ class ServerConfig:
     """A request that takes longer is cancelled; a stop waits at most this long, and a little for the errors."""
     max_body_bytes: PositiveInt = 32 * 2**20
     """Larger requests get 413."""
+    max_images: PositiveInt = 32
+    """Of a request."""
     allow_load: bool = False
     """Whether /v1/load may replace the parameters."""
     log_requests: bool = True
