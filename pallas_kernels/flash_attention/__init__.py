@@ -30,6 +30,6 @@ Refused: see `problem`.
 
 from pallas_kernels.flash_attention.backward import backward
 from pallas_kernels.flash_attention.forward import forward
-from pallas_kernels.flash_attention.tiles import problem
+from pallas_kernels.flash_attention.tiles import HEAD_DIMS, problem
 
-__all__ = ["backward", "forward", "problem"]
+__all__ = ["HEAD_DIMS", "backward", "forward", "problem"]

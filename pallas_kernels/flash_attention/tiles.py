@@ -37,6 +37,7 @@ TILES = {
     128: Tiles(128),
     256: Tiles(64, backward_keys=64, d_out_stages=1, forward_slots=1),
 }
+HEAD_DIMS = tuple(TILES)
 
 
 def problem(head_dim: int, dtype: jnp.dtype) -> str:

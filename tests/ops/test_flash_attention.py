@@ -136,8 +136,14 @@ def test_op_gives_the_kernel_its_part_of_packed_documents(sizes, options, make_t
         ordered.append(options.pop("ordered"))
         return stand_in_backward(*arrays, **options)
 
-    stand_in(Pallas, kernel=SimpleNamespace(forward=stand_in_forward, backward=backward))
-    B, T, N, K, H = 4, 16, 4, 2, 8
+    dims = set()
+
+    def forward(q, *others, **options):
+        dims.add(q.shape[3])
+        return stand_in_forward(q, *others, **options)
+
+    stand_in(Pallas, kernel=SimpleNamespace(HEAD_DIMS=(4, 8, 12), forward=forward, backward=backward))
+    B, T, N, K, H = 4, 16, 4, 2, 7
     V = 5 if options else H  # values of another width: the kernels get all padded to 8
     rng = np.random.default_rng(0)
     shapes = ((N, H), (K, H), (K, V), (N, V))
@@ -159,7 +165,7 @@ def test_op_gives_the_kernel_its_part_of_packed_documents(sizes, options, make_t
         got = jax.jit(functools.partial(value_and_gradients, op))(q, k, v, d_out)
     want = value_and_gradients(truth, q, k, v, d_out)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=3e-6), got, want)
-    assert set(ordered) == {bool(options)}
+    assert set(ordered) == {bool(options)} and dims == {8}
 
 
 def test_vmap_of_the_op_and_of_its_gradient_joins_the_batch(make_test_mesh, stand_in):
@@ -173,7 +179,7 @@ def test_vmap_of_the_op_and_of_its_gradient_joins_the_batch(make_test_mesh, stan
         batches.append(len(q))
         return stand_in_backward(q, *others, **{k: v for k, v in options.items() if k != "ordered"})
 
-    joined = dict(forward=tiles.joins_batches(forward), backward=tiles.joins_batches(backward))
+    joined = dict(HEAD_DIMS=(4,), forward=tiles.joins_batches(forward), backward=tiles.joins_batches(backward))
     stand_in(Pallas, kernel=SimpleNamespace(**joined))
     shape = (3, 2, 8, 2, 4)  # of vmap, B, T, N, H
     q, k, v = (np.random.default_rng(i).standard_normal(shape).astype(np.float32) for i in range(3))
@@ -214,9 +220,12 @@ def test_what_was_measured_to_be_faster_is_taken(monkeypatch):
     assert chosen(q(), masks.FULL) == "cudnn"
     assert [chosen(q(h, length=2**17), causal, packed=True) for h in (64, 128)] == ["pallas"] * 2
     assert chosen(q(length=2**17), causal, soft_cap=5.0) == chosen(q(256, length=2**17), causal) == "pallas"
-    assert chosen(q(96), causal, packed=True) == "cudnn"
+    # A bias of T x T is dearer than the zeros that pad a head.
+    assert [chosen(q(h), mask, packed=True) for h in (72, 96) for mask in (causal, masks.FULL)] == ["pallas"] * 4
+    assert [chosen(q(h), mask) for h in (72, 96) for mask in (causal, masks.FULL)] == ["cudnn"] * 4
+    assert chosen(q(320), causal, packed=True) == "reference"
     assert chosen(q(length=2**17), causal, deterministic=True) == "pallas"
-    assert chosen(q(96), causal, deterministic=True) == "reference"
+    assert chosen(q(96), causal, deterministic=True) == "pallas"
     assert chosen(q(), causal, dropout=0.1) == chosen(q(dtype=jnp.float32), causal, packed=True) == "reference"
     assert chosen(q(), causal, alibi=True) == "reference"
     assert chosen(q(192), causal, value_dim=128) == "pallas"  # compiled without a GPU
@@ -240,6 +249,25 @@ def test_what_a_config_asks_for_is_taken_where_it_can_be_and_else_the_log_says_w
         monkeypatch.setattr(kernel, "forward", lambda q, *_, **__: (taken.append("ours"), (q, jnp.ones((1, 2, 8))))[1])
         jax.eval_shape(lambda: run("pallas"))
         assert taken == ["ours"] and "attention: pallas" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "logged"),
+    [
+        (64, 64, "attention: pallas"),
+        (72, 72, "attention: pallas (head dim 72, padded to 128)"),
+        (80, 80, "attention: pallas (head dim 80, padded to 128)"),
+        (192, 128, "attention: pallas (head dim 192, of values 128, padded to 256)"),
+        (300, 300, "attention: reference (not pallas: head dim 300; not cudnn: head dim 300)"),
+    ],
+)
+def test_the_log_says_to_what_heads_of_packed_images_are_padded(head_dim, value_dim, logged, monkeypatch, caplog):
+    on_hopper(monkeypatch)
+    caplog.set_level("INFO", "megajax")
+    log_choice.cache_clear()
+    q, v = (jax.ShapeDtypeStruct((1, 256, 2, dim), jnp.bfloat16) for dim in (head_dim, value_dim))
+    choose(Inputs.of(Options(masks.FULL, 1.0), q, q, v, is_packed=True))
+    assert [record.getMessage() for record in caplog.records] == [logged]
 
 
 # ----------------------------------------------------------------------------- the kernel
