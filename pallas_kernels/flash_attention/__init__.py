@@ -22,7 +22,7 @@ tile, and two that compute, 64 rows each:
     backward    a tile is 128 keys of a key-value head; it loops over the queries of its G heads, 64 at a time. d_k and
                 d_v stay in registers; d_q is accumulated in float32 by TMA, in no fixed order, so the last bits of d_q
                 may differ from run to run, unless `ordered` fixes the order. Shared memory: 194 KB for H = 128.
-                Heads of 80 (SigLIP's 72, Qwen2.5-VL's 80): rows of 160 bytes have a swizzle of 32, and of the columns
+                Heads of 80 (not used yet: README.md): rows of 160 bytes have a swizzle of 32, and of the columns
                 of d_q one warpgroup computes the first 48 and the other the last 48, which is 1.04 times the products;
                 127 KB forward, 162 KB backward.
                 Heads of 256: d_k and d_v of 64 keys fill the registers of both warpgroups, so a tile has 64 keys, each

@@ -255,8 +255,8 @@ def test_what_a_config_asks_for_is_taken_where_it_can_be_and_else_the_log_says_w
     ("head_dim", "value_dim", "logged"),
     [
         (64, 64, "attention: pallas"),
-        (72, 72, "attention: pallas (head dim 72, padded to 80)"),
-        (80, 80, "attention: pallas"),
+        (72, 72, "attention: pallas (head dim 72, padded to 128)"),
+        (80, 80, "attention: pallas (head dim 80, padded to 128)"),
         (96, 96, "attention: pallas (head dim 96, padded to 128)"),
         (192, 128, "attention: pallas (head dim 192, of values 128, padded to 256)"),
         (300, 300, "attention: reference (not pallas: head dim 300; not cudnn: head dim 300)"),
@@ -303,7 +303,7 @@ def test_packed_images_with_heads_of_72_equal_the_formula(interpreted, stand_in,
     """Images of several sizes in one row, each seeing itself, in 80 columns of which 8 are zeros."""
     monkeypatch.setattr(schedule, "NUM_SMS", 1)
     how = {name: functools.partial(getattr(kernel, name), interpret=interpreted) for name in ("forward", "backward")}
-    stand_in(Pallas, kernel=SimpleNamespace(HEAD_DIMS=kernel.HEAD_DIMS, **how))
+    stand_in(Pallas, kernel=SimpleNamespace(HEAD_DIMS=tuple(tiles.TILES), **how))
     shape = (1, 256, 1, 72)
     q, k, v, d_out = (jax.random.normal(key, shape, jnp.bfloat16) for key in jax.random.split(jax.random.key(0), 4))
     ids = jnp.repeat(jnp.arange(3), jnp.array([90, 30, 136]))[None]
