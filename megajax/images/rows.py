@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megajax.images.layout import NEWLINE, TEXT, Layout, Layouts
+from megajax.images.layout import NEWLINE, TEXT, Layouts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,15 +29,8 @@ class ImageInputs:
 
     def num_tokens(self, sizes: np.ndarray) -> np.ndarray:
         """int64 [images]: tokens of images with these heights and widths, int [images, 2]."""
-        return self._of_sizes(sizes, lambda layout: len(layout.index))
-
-    def num_patches(self, sizes: np.ndarray) -> np.ndarray:
-        """int64 [images]: patches, class tokens included."""
-        return self._of_sizes(sizes, lambda layout: len(layout.places))
-
-    def _of_sizes(self, sizes: np.ndarray, count: Callable[[Layout], int]) -> np.ndarray:
         distinct, which = np.unique(np.asarray(sizes).reshape(-1, 2), axis=0, return_inverse=True)
-        counts = np.array([count(self.layouts.of(*size)) for size in distinct.tolist()], np.int64)
+        counts = np.array([len(self.layouts.of(*size).index) for size in distinct.tolist()], np.int64)
         return counts[which.reshape(-1)] if len(distinct) else np.zeros(0, np.int64)
 
     def views(self, sizes: np.ndarray) -> list[int]:
@@ -47,7 +40,14 @@ class ImageInputs:
 
     def fits(self, views: Sequence[int]) -> bool:
         """Whether views of so many patches fit into the blocks of a row."""
-        return assigned(views, self.blocks, self.patches) is not None
+        return self.widest_gap(views) is not None
+
+    def widest_gap(self, views: Sequence[int]) -> int | None:
+        """Patches that views of so many patches leave in the emptiest block; None: they do not fit."""
+        block_of = assigned(views, self.blocks, self.patches)
+        if block_of is None:
+            return None
+        return self.patches - int(np.bincount(block_of, views, self.blocks).min())
 
     def expanded(self, tokens: np.ndarray, sizes: np.ndarray) -> "Expanded":
         """tokens: int32 [tokens], in which each `token` stands for one of the images, in order.

@@ -18,12 +18,11 @@ the model reads (images/rows.py), and packing fills its patches too. An image is
 """
 
 import bisect
-import collections
 import dataclasses
 import logging
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -42,8 +41,6 @@ logger = logging.getLogger("megajax")
 # Number of conversations packed together: with 1,024 the two examples fill 98.8 % and 99.6 %.
 WINDOW = 4096
 PAD = 0  # token and label of padding
-# Open samples that are tried for a conversation with images, those with the least room for its tokens first.
-TRIED = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,7 +294,7 @@ class SftDataset(SampleDataset[SftFormat]):
         sizes = np.minimum(sizes, capacity)
         images = None
         if views is not None:
-            images = PackedImages([views[number] for number in np.flatnonzero(used)], self.image_inputs.fits)
+            images = PackedImages(views, self.image_inputs).part(np.flatnonzero(used).tolist())
         document_index, sample_index = build_indices(
             begin + np.flatnonzero(used), sizes[used], self.num_samples, capacity, self.seed, images
         )
@@ -348,7 +345,7 @@ def build_indices(
     while epoch == 0 or (num_samples is not None and total < num_samples):
         rng = np.random.default_rng((seed, epoch))
         permutation = rng.permutation(len(sizes))
-        packed = pack(sizes[permutation], capacity, images and images.in_order(permutation))
+        packed = pack(sizes[permutation], capacity, images and images.part(permutation.tolist()))
         samples = rng.permutation(packed.max() + 1)[packed]
         index.append(documents[permutation[np.argsort(samples, kind="stable")]].astype(np.int32))
         counts.append(np.bincount(samples))
@@ -363,48 +360,77 @@ class PackedImages:
 
     views: Sequence[list[int]]
     """Patches of each view of each item."""
-    fits: Callable[[list[int]], bool]
-    """Whether views of so many patches fit into a bin."""
+    inputs: ImageInputs
 
-    def in_order(self, numbers: np.ndarray) -> "PackedImages":
-        return PackedImages([self.views[number] for number in numbers.tolist()], self.fits)
+    def part(self, numbers: Sequence[int]) -> "PackedImages":
+        return PackedImages([self.views[number] for number in numbers], self.inputs)
 
 
 def pack(sizes: np.ndarray, capacity: int, images: PackedImages | None = None) -> np.ndarray:
     """Bin number of each item, int64 [items]; bins 0, 1, ... hold at most `capacity` each, and images that fit.
 
-    Best fit, largest first, in windows: 1 million items take 0.3 s.
+    Best fit, largest first, in windows: 1 million items take 0.3 s, with images 40 s.
     """
     bins = np.empty(len(sizes), np.int64)
     count = 0
     for begin in range(0, len(sizes), WINDOW):
         window = sizes[begin : begin + WINDOW]
-        by_size = np.argsort(-window, kind="stable")
-        smallest = int(window.min())
-        # remaining capacities, ascending, and their bins
-        remaining = []
-        open_bins = []
-        assigned = []
-        held: dict[int, list[int]] = collections.defaultdict(list)  # the views of each bin
-        for item, size in zip((begin + by_size).tolist(), window[by_size].tolist(), strict=True):
-            position = bisect.bisect_left(remaining, size)
-            if images is not None and images.views[item]:
-                candidates = range(position, min(position + TRIED, len(remaining)))
-                fitting = (n for n in candidates if images.fits(held[open_bins[n]] + images.views[item]))
-                position = next(fitting, len(remaining))
-            if position < len(remaining):
-                left = remaining.pop(position) - size
-                bin_number = open_bins.pop(position)
-            else:
-                left = capacity - size
-                bin_number = count
-                count += 1
-            assigned.append(bin_number)
-            if images is not None:
-                held[bin_number] += images.views[item]
-            if left >= smallest:
-                position = bisect.bisect_left(remaining, left)
-                remaining.insert(position, left)
-                open_bins.insert(position, bin_number)
-        bins[begin + by_size] = assigned
+        if images is None:
+            found = _best_fit(window, capacity)
+        else:
+            found = _best_fit_with_images(window, capacity, images.part(range(begin, begin + len(window))))
+        bins[begin : begin + WINDOW] = count + found
+        count += int(found.max()) + 1
+    return bins
+
+
+def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
+    bins = np.empty(len(sizes), np.int64)
+    smallest = int(sizes.min())
+    count = 0
+    # remaining capacities, ascending, and their bins
+    remaining = []
+    open_bins = []
+    for item in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[item])
+        position = bisect.bisect_left(remaining, size)
+        if position < len(remaining):
+            left = remaining.pop(position) - size
+            bins[item] = open_bins.pop(position)
+        else:
+            left = capacity - size
+            bins[item] = count
+            count += 1
+        if left >= smallest:
+            position = bisect.bisect_left(remaining, left)
+            remaining.insert(position, left)
+            open_bins.insert(position, int(bins[item]))
+    return bins
+
+
+def _best_fit_with_images(sizes: np.ndarray, capacity: int, images: PackedImages) -> np.ndarray:
+    """In two dimensions, tokens and patches: the largest first in its scarcer one, into the bin that has the least of
+    both left, as shares of a whole bin."""
+    inputs = images.inputs
+    whole = np.array([capacity, inputs.blocks * inputs.patches, inputs.patches])
+    needs = np.array([[size, sum(of_item), max(of_item, default=0)]
+                      for size, of_item in zip(sizes.tolist(), images.views, strict=True)])  # fmt: skip
+    # what is left: tokens, patches, patches of the emptiest block
+    left = np.tile(whole, (len(sizes), 1))
+    held: list[list[int]] = []
+    bins = np.empty(len(sizes), np.int64)
+    for item in np.argsort(-(needs / whole)[:, :2].max(1), kind="stable").tolist():
+        candidates = np.flatnonzero((left[: len(held)] >= needs[item]).all(1))
+        by_room = np.argsort((left[candidates] / whole)[:, :2].sum(1), kind="stable")
+        for number in [*candidates[by_room].tolist(), len(held)]:
+            views = [*(held[number] if number < len(held) else ()), *images.views[item]]
+            gap = inputs.widest_gap(views)
+            if gap is not None:
+                break
+        if number == len(held):
+            held.append([])
+        held[number] = views
+        bins[item] = number
+        left[number, :2] -= needs[item, :2]
+        left[number, 2] = gap
     return bins
