@@ -26,6 +26,9 @@ elif "PYTEST_XDIST_WORKER" not in os.environ:
         # A busy machine may take more than 40 s to run all eight devices as far as a collective.
         flags.append("--xla_cpu_collective_call_terminate_timeout_seconds=300")
     os.environ["XLA_FLAGS"] = " ".join(flags)
+    # Threads of XLA. A device blocks one for each independent collective that waits; with the default, one per device,
+    # none may be left for the device that the others wait for.
+    os.environ["NPROC"] = "32"
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 

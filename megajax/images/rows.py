@@ -39,11 +39,12 @@ class ImageInputs:
         return [int(number) for layout in layouts for number in np.diff(layout.bounds)]
 
     def fits(self, views: Sequence[int]) -> bool:
-        """Whether views of so many patches fit into the blocks of a row."""
+        """Whether views with these numbers of patches fit into the blocks of a row."""
         return self.widest_gap(views) is not None
 
     def widest_gap(self, views: Sequence[int]) -> int | None:
-        """Patches that views of so many patches leave in the emptiest block; None: they do not fit."""
+        """How many patches are left in the emptiest block when views with these numbers of patches are assigned; None:
+        they do not fit."""
         block_of = assigned(views, self.blocks, self.patches)
         if block_of is None:
             return None

@@ -335,13 +335,15 @@ def _by_speed(inputs: Inputs) -> tuple[str, ...]:
     if inputs.keys == "pages":
         return "pallas", "reference"
     features = {
-        "packed": inputs.is_packed,
         "unmasked": not inputs.options.mask.is_causal,
+        "packed": inputs.is_packed,
         "window": inputs.options.mask.reach is not None,
         "grouped": inputs.heads != inputs.kv_heads,
         "causal": True,
     }
-    not_measured = {inputs.length: 0.0 if inputs.is_packed else 1.0}  # the bias of T x T needs memory too
+    # What was not measured is cuDNN's, but not packed heads of a width of which nothing was: the bias costs memory too.
+    is_new_width = all(inputs.head_dim != head_dim for head_dim, _ in MEASURED)
+    not_measured = {inputs.length: 0.0 if inputs.is_packed and is_new_width else 1.0}
     by_length = MEASURED.get((inputs.head_dim, _first(features)), not_measured)
     nearest = min(by_length, key=lambda measured: abs(math.log(measured / max(inputs.length, 1))))
     return ("pallas", "cudnn", "reference") if by_length[nearest] < 1 else ("cudnn", "pallas", "reference")

@@ -223,6 +223,7 @@ def test_what_was_measured_to_be_faster_is_taken(monkeypatch):
     # A bias of T x T is dearer than the zeros that pad a head.
     assert [chosen(q(h), mask, packed=True) for h in (72, 96) for mask in (causal, masks.FULL)] == ["pallas"] * 4
     assert [chosen(q(h), mask) for h in (72, 96) for mask in (causal, masks.FULL)] == ["cudnn"] * 4
+    assert [chosen(q(h), masks.FULL, packed=True) for h in (64, 128)] == ["cudnn"] * 2  # as BERT was measured
     assert chosen(q(320), causal, packed=True) == "reference"
     assert chosen(q(length=2**17), causal, deterministic=True) == "pallas"
     assert chosen(q(96), causal, deterministic=True) == "pallas"
@@ -254,7 +255,7 @@ def test_what_a_config_asks_for_is_taken_where_it_can_be_and_else_the_log_says_w
 @pytest.mark.parametrize(
     ("head_dim", "value_dim", "logged"),
     [
-        (64, 64, "attention: pallas"),
+        (64, 64, "attention: cudnn"),
         (72, 72, "attention: pallas (head dim 72, padded to 128)"),
         (80, 80, "attention: pallas (head dim 80, padded to 128)"),
         (96, 96, "attention: pallas (head dim 96, padded to 128)"),
