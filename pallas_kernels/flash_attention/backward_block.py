@@ -9,6 +9,7 @@ queries of one head of the group, counted over all tiles of keys; a slot holds t
 import collections
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -85,6 +86,8 @@ class Plan:
         stages = self.tiles.stages
         d_out_stages = self.tiles.d_out_stages
         dtype = self.dtype
+        d_q = swizzled((2, self.block_q, self.piece), jnp.float32)
+        d_kv = swizzled((2, 64, self.width), dtype)
         return Shared(
             tile=self.schedule.scratch,
             q=swizzled((stages, self.block_q, self.head_dim), dtype, self.half),
@@ -93,10 +96,9 @@ class Plan:
             v=swizzled((self.block_k, self.head_dim), dtype),
             # two, as one warpgroup may be a step ahead; tiles like those of k, by which it is multiplied
             d_s=swizzled((2, self.block_k, self.block_q), dtype, self.half),
-            # The piece of d_q and, once that has been copied out, d_k and d_v of the same size.
-            results=plgpu.RefUnion(
-                swizzled((2, self.block_q, self.piece), jnp.float32), swizzled((2, 64, self.width), dtype)
-            ),
+            # A warpgroup stores d_k and d_v where its piece of d_q was, once that has been copied out. If they were of
+            # another size, they would reach into the piece of the other warpgroup.
+            results=plgpu.RefUnion(d_q, d_kv) if num_bytes(d_q) == num_bytes(d_kv) else (d_q, d_kv),
             lse=plgpu.SMEM((stages, self.block_q), jnp.float32),
             delta=plgpu.SMEM((stages, self.block_q), jnp.float32),
             bounds=plgpu.SMEM((stages, 2, self.block_q), jnp.int32),
@@ -400,6 +402,10 @@ class Compute:
 def of_queries(ref):
     """Loads one number per query, as the columns of a tile."""
     return plgpu.load(ref, (), layout=plgpu.Layout.WGMMA.reduce(0))
+
+
+def num_bytes(memory):
+    return math.prod(memory.shape) * jnp.dtype(memory.dtype).itemsize
 
 
 def accumulator(columns):

@@ -34,12 +34,12 @@ class Tiles:
 
 TILES = {
     64: Tiles(128, stages=3, d_out_stages=3),
-    80: Tiles(128, stages=3, d_out_stages=3),  # not measured: as for 64
+    80: Tiles(128, stages=3, d_out_stages=3),
     128: Tiles(128),
     256: Tiles(64, backward_keys=64, d_out_stages=1, forward_slots=1),
 }
-# Heads of another width are padded to the next of these. 80 is left out until it has run on a GPU (README.md).
-HEAD_DIMS = 64, 128, 256
+# Heads of another width are padded to the next of these.
+HEAD_DIMS = tuple(TILES)
 
 
 def problem(head_dim: int, dtype: jnp.dtype) -> str:
