@@ -18,6 +18,7 @@ from megajax.inference.config import ServingConfig
 from megajax.inference.engine import Engine
 from megajax.inference.tokens.sampling import Sampling
 from megajax.layers.attention.rope import RopeConfig
+from megajax.media.rows import TEXT
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.models.model import Model
 from megajax.models.multimodal import MultimodalConfig
@@ -129,6 +130,9 @@ def trained(name: str, tokens: list[int], pictures, following: list[int]) -> np.
     expanded.tokens[len(expanded.tokens) - len(following) :] = following
     views = [inputs.layouts.rule.pixels(decoded(picture(*of_image))) for of_image in pictures]
     blocks = inputs.blocks_of(sizes, lambda number: views[number])
+    (image_ids,) = expanded.numbers
+    image_index = np.full(len(image_ids), TEXT)
+    image_index[image_ids > 0] = blocks["index"]
     length = 64
 
     def row(array: np.ndarray, value: int = 0) -> np.ndarray:
@@ -138,9 +142,9 @@ def trained(name: str, tokens: list[int], pictures, following: list[int]) -> np.
         "tokens": row(expanded.tokens),
         "labels": row(expanded.tokens[1:]),
         "positions": np.arange(length, dtype=np.int32)[None],
-        "image_index": row(expanded.image_index(blocks["index"]), -1),
+        "image_index": row(image_index, -1),
         "position_ids": row(expanded.positions),
-        "block_ids": row(expanded.image_ids),
+        "block_ids": row(image_ids),
         "patches": blocks["patches"][None],
         "patch_places": blocks["patch_places"][None],
     }

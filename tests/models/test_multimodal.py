@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding
 import megajax
 from megajax.config import Config
 from megajax.data.config import DataConfig
-from megajax.images.layout import NEWLINE
 from megajax.images.rules import ImageRule
+from megajax.media.rows import NEWLINE
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.mesh.sharding import batch_spec
 from megajax.models import pipelined
@@ -28,7 +28,7 @@ from megajax.parallel.context import sequence_order
 from megajax.parallel.schedule import make_stages
 from megajax.parameters import named
 from megajax.precision import PrecisionConfig
-from megajax.tasks.conversations import Conversations, answered, changed_images
+from megajax.tasks.conversations import Conversations, answered, changed_media
 from megajax.tasks.language import Language
 from megajax.training.config import TrainingConfig
 from runs import run_of
@@ -178,11 +178,11 @@ def test_answers_count_whole_conversations():
     likely = jnp.array([[0, 6, 7, 8, 0, 0, 0, 0]])  # the first conversation is right, the third has no answer
     right, counted = answered(Module(), likely, batch)
     assert (float(right), float(counted)) == (1, 2)
-    assert changed_images(batch) == {}
+    assert changed_media(batch) == {}
 
 
 @pytest.mark.parametrize("fields, mesh, message", [
-    (dict(vision=TowerConfig()), {}, "model.vision.num_layers=0 with model.kind=multimodal"),
+    (dict(vision=TowerConfig()), {}, "model.audio.num_layers=0 with model.kind=multimodal"),
     (dict(vision=dataclasses.replace(TOWER, blocks=3)), dict(tensor=2), "vision.blocks=3 must be a multiple of 2"),
     (dict(vision=dataclasses.replace(TOWER, patches=18)), {}, "patches=18 is no multiple of the 4 patches"),
     (dict(vision=dataclasses.replace(TOWER, window=3)), {}, "window=3 is no multiple of model.vision.image.merge=2"),

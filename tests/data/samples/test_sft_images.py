@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from megajax.data.indexed.dataset import IndexedDataset, IndexedDatasetWriter
 from megajax.data.indexed.images import ImagePlace, ImageTableWriter
-from megajax.data.samples.sft import PAD, PackedImages, SftFormat, pack
-from megajax.images.layout import CLASS_TOKEN, NEWLINE, TEXT, Layouts
-from megajax.images.rows import ImageInputs, assigned
+from megajax.data.samples.sft import PAD, PackedMedia, SftFormat, pack
+from megajax.images.layout import CLASS_TOKEN, ImageLayouts
 from megajax.images.rules import ImageRule
+from megajax.media.rows import NEWLINE, TEXT, MediaInputs, assigned, ordered
 
 PIL = pytest.importorskip("PIL.Image")
 IMAGE = 99
 PIXELS = ImageRule(resize="pixels", patch_size=2, merge=2, min_pixels=16, max_pixels=400)
-INPUTS = ImageInputs(Layouts(PIXELS), IMAGE, blocks=2, patches=64)
+INPUTS = MediaInputs(ImageLayouts(PIXELS), IMAGE, blocks=2, block_size=64, sees_itself=True)
 T = 40
 
 
@@ -43,7 +43,7 @@ def prefix(tmp_path_factory):
     return str(path)
 
 
-def dataset(prefix, form=SftFormat(images=INPUTS), part=(0, 12), length=T):
+def dataset(prefix, form=SftFormat(media=(INPUTS,)), part=(0, 12), length=T):
     return form.build(IndexedDataset(prefix), part, None, length, 0, None)
 
 
@@ -93,8 +93,8 @@ def test_a_dataset_with_images_is_pickled_and_the_same_again(prefix):
 
 @pytest.mark.parametrize("form, message", [
     (SftFormat(), "has images, which this model does not read"),
-    (SftFormat(images=dataclasses.replace(INPUTS, patches=16)), "or more images than model.vision.blocks=2 of"),
-    (SftFormat(images=dataclasses.replace(INPUTS, token=98)), "a text has 0 tokens of model.image_token=98 and"),
+    (SftFormat(media=(dataclasses.replace(INPUTS, block_size=16),)), "or more images than model.vision.blocks=2 of"),
+    (SftFormat(media=(dataclasses.replace(INPUTS, token=98),)), "a text has 0 tokens of model.image_token=98 and"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused_or_left_out(prefix, form, message):
     with pytest.raises(ValueError, match=message):
@@ -102,9 +102,9 @@ def test_what_does_not_fit_is_refused_or_left_out(prefix, form, message):
 
 
 def test_a_conversation_whose_images_do_not_fit_is_left_out_and_never_cut(prefix):
-    small = dataclasses.replace(INPUTS, patches=16)
+    small = dataclasses.replace(INPUTS, block_size=16)
     for on_misfit in ("skip", "truncate"):
-        data = dataset(prefix, SftFormat(on_misfit=on_misfit, images=small))
+        data = dataset(prefix, SftFormat(on_misfit=on_misfit, media=(small,)))
         kept = {int(t) - 1 for i in range(len(data)) for t in data[i]["tokens"] if 0 < t <= 12}
         assert kept == {d for d in range(12) if d % 3 == 0} | {4, 10}, kept  # of 8 by 8 pixels
         assert data.num_long == 12 - len(kept)
@@ -118,7 +118,9 @@ views = st.lists(st.lists(st.integers(1, 16).map(lambda n: 4 * n), max_size=3), 
 def test_packing_fills_samples_up_to_their_tokens_and_patches(items, blocks, random):
     items = [item for item in items if assigned(item, blocks, 64) is not None] or [[]]
     sizes = np.array([random.randint(1, 20) for _ in items])
-    bins = pack(sizes, 20, PackedImages(items, lambda found: assigned(found, blocks, 64) is not None))
+    of_kind = [[(0, size) for size in item] for item in items]
+    fits = lambda found: assigned([size for _, size in found], blocks, 64) is not None
+    bins = pack(sizes, 20, PackedMedia(of_kind, fits))
     for number in range(bins.max() + 1):
         mine = np.flatnonzero(bins == number)
         together = [size for item in mine for size in items[item]]
@@ -135,7 +137,7 @@ def test_views_go_to_the_emptiest_block_the_largest_first():
 
 @pytest.mark.parametrize("window", [0, 4])
 def test_windows_and_class_tokens_are_where_the_tower_expects_them(window):
-    layout = Layouts(PIXELS, has_class_token=True, window=window).of(12, 20)  # 6 by 10 patches, 3 by 5 results
+    layout = ImageLayouts(PIXELS, has_class_token=True, window=window).of(12, 20)  # 6 by 10 patches, 3 by 5 results
     squares = layout.places.reshape(-1, 4, 5)
     assert (squares[-1, 0] == (1, CLASS_TOKEN, CLASS_TOKEN, 6, 10)).all() and (squares[-1, 1:] == 0).all()
     corners = squares[:-1, 0, 1:3]
@@ -145,7 +147,7 @@ def test_windows_and_class_tokens_are_where_the_tower_expects_them(window):
         changes = (ids[1:] != ids[:-1]).any(1).sum()
         assert changes == len(np.unique(ids, axis=0)) - 1  # the squares of a window are adjacent
     view = np.arange(12 * 20 * 3).reshape(12, 20, 3).astype(np.uint8)
-    patches = Layouts(PIXELS, has_class_token=True, window=window).pixels(layout, [view])
+    patches = ordered(ImageLayouts(PIXELS, has_class_token=True, window=window), layout, [view])
     for (number, row, column, _, _), patch in zip(layout.places, patches, strict=True):
         if number and row != CLASS_TOKEN:
             np.testing.assert_array_equal(
@@ -155,5 +157,5 @@ def test_windows_and_class_tokens_are_where_the_tower_expects_them(window):
 
 def test_a_newline_ends_each_row_of_tiles():
     rule = ImageRule(resize="pinpoints", size=4, patch_size=2, pinpoints=(4, 8))
-    layout = Layouts(rule).of(4, 8)
+    layout = ImageLayouts(rule).of(4, 8)
     assert (layout.index == NEWLINE).sum() == 2 and layout.index[-1] == NEWLINE

@@ -16,7 +16,7 @@ from megajax.config import Config
 from megajax.data.config import DataConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
-from megajax.models.multimodal import TOWER, MultimodalConfig
+from megajax.models.multimodal import MultimodalConfig
 from megajax.parameters import merge, named, select
 from megajax.precision import PrecisionConfig
 from megajax.training.config import TrainingConfig
@@ -66,7 +66,7 @@ def test_features_are_those_of_transformers(name, folder_of, image_row, draw_noi
     def run(weights, batch):
         module = model.module(weights)
         vision = module.vision
-        (last_BPC,) = getattr(module, TOWER).outputs(vision.embed(batch), vision.layer_inputs(batch), ())
+        (last_BPC,) = module.vision_layers.outputs(vision.embed(batch), vision.layer_inputs(batch), ())
         return vision.final_norm(last_BPC) if tower.final_norm else last_BPC
 
     found = np.asarray(run(merge(loaded, fresh), {key: row[key] for key in ("patches", "patch_places")}))[0]
