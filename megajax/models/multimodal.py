@@ -8,7 +8,7 @@ Dimensions: as in models/decoder.py; K blocks of a sample, P positions of a bloc
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -47,10 +47,12 @@ class MultimodalConfig(DecoderConfig):
     """Whether the tokens of an image see each other in both directions (Gemma 3)."""
 
     @classmethod
-    def of(cls, text: DecoderConfig, vision: TowerConfig, image_token: int) -> "MultimodalConfig":
-        """A decoder that reads images besides."""
+    def of(
+        cls, text: DecoderConfig, vision: TowerConfig = TowerConfig(), image_token: int = 0, **others: Any
+    ) -> "MultimodalConfig":
+        """A decoder that reads media besides. others: further fields of this class alone, such as audio."""
         fields = {field.name: getattr(text, field.name) for field in dataclasses.fields(text) if field.name != "kind"}
-        return cls(**fields, vision=vision, image_token=image_token)
+        return cls(**fields, vision=vision, image_token=image_token, **others)
 
     def build(
         self, rngs: nnx.Rngs, dtype: jnp.dtype, execution: ExecutionConfig, stages: Stages | None
