@@ -7,6 +7,8 @@ import numpy as np
 
 RATE = 16_000
 """Samples a second of all sound that models read."""
+SHORTEST = RATE // 100
+"""Samples of the shortest clip."""
 
 
 def decode(data: bytes, name: str) -> np.ndarray:
@@ -35,10 +37,15 @@ def decode(data: bytes, name: str) -> np.ndarray:
         )
     if len(content) < 2 * form.nchannels * form.nframes:
         raise ValueError(f"{name}: the clip ends before its {form.nframes} samples; copy it again")
-    if not form.nframes:
-        raise ValueError(f"{name}: the clip is empty")
+    if form.nframes < SHORTEST:
+        raise ValueError(f"{name}: a clip of {form.nframes} samples is shorter than {SHORTEST} (10 ms); leave it out")
     channels = np.frombuffer(content, "<i2").reshape(-1, form.nchannels)
     return channels.mean(1, dtype=np.float32) / np.float32(2**15)
+
+
+def check(data: bytes, name: str) -> tuple[int, int]:
+    """(number of samples, 0), the size of a clip. Raises ValueError whenever `decode` does."""
+    return len(decode(data, name)), 0
 
 
 def encode(samples: np.ndarray) -> bytes:

@@ -11,7 +11,7 @@ import dataclasses
 class Kind:
     name: str
     """`image`: model.image_token is its token in the text, image_index the array that says what tokens read."""
-    plural: str
+    noun: str
     """For messages."""
     section: str
     """Of a model (model.vision), and attribute of its module; the layers of its encoder are `vision_layers`."""
@@ -24,6 +24,10 @@ class Kind:
     blank: str
     """What a medium without content is called, and its value in `values`."""
     blank_value: float
+
+    @property
+    def plural(self) -> str:
+        return f"{self.noun}s"
 
     @property
     def token(self) -> str:
@@ -43,6 +47,6 @@ class Kind:
         return f"{self.section}_layers"
 
 
-IMAGE = Kind("image", "images", "vision", "patches", "uint8", "patch_places", 5, "grey", 128)
-AUDIO = Kind("audio", "clips", "audio", "frames", "float32", "frame_places", 3, "silent", -1.5)
+IMAGE = Kind("image", "image", "vision", "patches", "uint8", "patch_places", 5, "grey", 128)
+AUDIO = Kind("audio", "clip", "audio", "frames", "float32", "frame_places", 3, "silent", -1.5)
 KINDS = (IMAGE, AUDIO)

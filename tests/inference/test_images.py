@@ -241,7 +241,7 @@ def url():
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     settings = ServingConfig(max_rows=2, max_batch_tokens=32, page_size=16, num_pages=32, max_length=256)
     of_images = Engine(model, model.init(1), mesh, BytesTokenizer(("<image>",)), serving=settings)
-    with serving(of_images, template=ChatTemplate(CHATML, {}, (), "<image>")) as found:
+    with serving(of_images, template=ChatTemplate(CHATML, {}, (), {"image": "<image>"})) as found:
         wait_until(lambda: httpx2.get(found + "/health").status_code == 200)
         yield found
 

@@ -65,7 +65,10 @@ class SftFormat:
     def mock(self, tokenizer: Tokenizer) -> MockConversations:
         """Documents for data.source=mock."""
         images = of_kind(self.media, IMAGE)
-        return MockConversations(tokenizer.vocab_size, tokenizer.eod_id, None if images is None else images.token)
+        tokens = tuple(inputs.token for inputs in self.media)
+        return MockConversations(
+            tokenizer.vocab_size, tokenizer.eod_id, None if images is None else images.token, tokens
+        )
 
     def build(
         self, indexed: TokenSource, part: Part, num_samples: int, sequence_length: int, seed: int, cache_dir: str
