@@ -20,6 +20,7 @@ from megajax.inference.tokens.sampling import Sampling
 from megajax.layers.attention.rope import RopeConfig
 from megajax.media.rows import TEXT
 from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.models.audio_tower import AudioConfig
 from megajax.models.model import Model
 from megajax.models.multimodal import MultimodalConfig
 from megajax.models.tower import TowerConfig
@@ -232,6 +233,17 @@ def test_what_does_not_fit_is_refused():
 
 
 # ----------------------------------------------------------------------------- chats
+
+
+def test_a_model_that_also_reads_sound_is_served_without_it():
+    audio = AudioConfig(num_layers=1, embed_dim=8, num_heads=1, mlp_dim=8, frames=4)
+    config = dataclasses.replace(MODELS["squash"], audio=audio, audio_token=51)
+    model = Model(config, FLOAT32)
+    settings = ServingConfig(max_length=96, page_size=4, num_pages=80, max_batch_tokens=24, max_rows=4)
+    served = Engine(model, model.init(1), make_mesh(MeshConfig(), jax.devices()[:1]), None, serving=settings)
+    with pytest.raises(ValueError, match=r"the token 51, which stands for a clip \(model.audio_token\); engines read"):
+        served.submit([1, 51, 2], Sampling())
+    assert len(generated(served, PROMPTS[:1], 2)[0][0]) == 2
 
 
 @pytest.fixture(scope="module")

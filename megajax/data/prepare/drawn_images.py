@@ -1,9 +1,9 @@
 """Conversations about images that are drawn: bar charts ("high?" -> the colour of the highest bar) and digits ("digit?"
 -> its name). Small enough to learn on a laptop, and held-out ones cannot be answered without looking.
 
-With a tokenizer that has <audio>, two thirds are about sound too: beeps ("beeps?" -> their number; "tone?" -> low or
-high), beeps and a digit ("same?" -> whether there are as many), and bars whose sound is the question ("heard?" -> the
-colour of the lowest bar for a low tone, of the highest for a high one).
+With a tokenizer that has <audio>, half are about sound: beeps ("beeps?" -> their number; "tone?" -> low or high), beeps
+and bars ("same?" -> whether there are as many), and bars whose sound is the question ("heard?" -> the colour of the
+lowest bar for a low tone, of the highest for a high one).
 
 Each conversation is drawn from its number (images by Pillow), with bars, digits, colours, places, tones and noise at
 random; training and evaluation have different numbers.
@@ -43,7 +43,7 @@ IMAGE = "<image>"
 AUDIO = "<audio>"
 NUMBERS = {"train": (0, 24_000), "eval": (1_000_000, 1_002_000)}
 # Their clips take 100 MB.
-NUMBERS_WITH_SOUND = NUMBERS | {"train": (0, 12_000)}
+NUMBERS_WITH_SOUND = NUMBERS | {"train": (0, 16_000)}
 # Increase when the same numbers would give other images.
 FORMAT = 1
 
@@ -92,14 +92,14 @@ def draw_alone(number: int) -> tuple[Media, str, str]:
 
 
 def draw_with_sound(number: int) -> tuple[Media, str, str]:
-    """-> (image, clip or both, question, answer), one of six kinds of questions in turn."""
-    if number % 6 < 2:
+    """-> (image, clip or both, question, answer)."""
+    if number % 6 < 3:
         return draw_alone(number)
     rng = np.random.default_rng(number)
     count = int(rng.integers(len(COUNTS_SPOKEN)))
     tone = str(rng.choice(list(HERTZ)))
     media: Media = {}
-    question, answer = ("beeps?", COUNTS_SPOKEN[count]) if number % 6 == 2 else ("tone?", tone)
+    question, answer = ("beeps?", COUNTS_SPOKEN[count]) if rng.integers(2) else ("tone?", tone)
     if number % 6 > 3:
         image, canvas = _canvas(rng)
         if number % 6 == 4:
@@ -109,7 +109,7 @@ def draw_with_sound(number: int) -> tuple[Media, str, str]:
             shown = count if rng.integers(2) else int(rng.integers(len(COUNTS_SPOKEN)))
             question = "same?"
             answer = "yes" if shown == count else "no"
-            _digit(canvas, rng, shown + 1)
+            _bars(canvas, rng, num_shown=shown + 1)
         media[IMAGE] = _png(image), (SIDE, SIDE)
     samples = _beeps(rng, count + 1, HERTZ[tone])
     media[AUDIO] = wav.encode(samples), (len(samples), 0)
@@ -141,11 +141,13 @@ def _png(image: "Image.Image") -> bytes:
     return file.getvalue()
 
 
-def _bars(canvas: "ImageDraw.ImageDraw", rng: np.random.Generator, asked: str | None = None) -> tuple[str, str]:
-    """asked: high or low; None: one of them at random."""
+def _bars(
+    canvas: "ImageDraw.ImageDraw", rng: np.random.Generator, asked: str | None = None, num_shown: int = 4
+) -> tuple[str, str]:
+    """asked: high or low; None: one of them at random. Only the first num_shown of four bars are drawn."""
     names = rng.permutation(list(COLOURS))[:4].tolist()
     heights = rng.permutation(np.arange(4, 29, 3))[:4].tolist()
-    for place, (name, height) in enumerate(zip(names, heights, strict=True)):
+    for place, (name, height) in enumerate(zip(names[:num_shown], heights, strict=False)):
         canvas.rectangle([8 * place + 1, SIDE - height, 8 * place + 6, SIDE - 1], fill=COLOURS[name])
     asked = asked or ("high" if rng.integers(2) else "low")
     if asked == "high":
@@ -153,11 +155,10 @@ def _bars(canvas: "ImageDraw.ImageDraw", rng: np.random.Generator, asked: str | 
     return "low?", names[int(np.argmin(heights))]
 
 
-def _digit(canvas: "ImageDraw.ImageDraw", rng: np.random.Generator, shown: int | None = None) -> tuple[str, str]:
-    """shown: the digit; None: a random one."""
+def _digit(canvas: "ImageDraw.ImageDraw", rng: np.random.Generator) -> tuple[str, str]:
     from PIL import ImageFont
 
-    digit = int(rng.integers(10)) if shown is None else shown
+    digit = int(rng.integers(10))
     colour = COLOURS[str(rng.choice(list(COLOURS)))]
     place = (int(rng.integers(5, 13)), int(rng.integers(-1, 4)))
     canvas.text(place, str(digit), fill=colour, font=ImageFont.load_default(int(rng.integers(24, 27))))

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megajax.audio import wav
+from megajax.audio.layout import ClipLayouts
 from megajax.data.indexed.dataset import IndexedDataset, IndexedDatasetWriter
 from megajax.data.indexed.images import ImagePlace, ImageTableWriter
 from megajax.data.samples.sft import PAD, PackedMedia, SftFormat, pack
@@ -99,6 +101,47 @@ def test_a_dataset_with_images_is_pickled_and_the_same_again(prefix):
 def test_what_does_not_fit_is_refused_or_left_out(prefix, form, message):
     with pytest.raises(ValueError, match=message):
         dataset(prefix, form)[0]
+
+
+def test_images_and_sound_of_one_text_are_told_apart_and_read_each_by_its_own_tokens(tmp_path):
+    """Conversation d: image, clip, image, clip, all with the value d + 1 or as loud."""
+    sound = 98
+    clips = MediaInputs(ClipLayouts(mels=80, merge=2, longest=20), sound, blocks=1, block_size=24)
+    path = tmp_path / "both"
+    files = []
+    for d in range(4):
+        file = io.BytesIO()
+        PIL.new("RGB", (8, 8), (d + 1,) * 3).save(file, "PNG")
+        tone = np.sin(np.arange((6 + d) * 160) * (d + 1) / 10)
+        for at, data in enumerate((file.getvalue(), wav.encode(tone))):
+            (tmp_path / f"{d}.{at}").write_bytes(data)
+            size = (8, 8) if at == 0 else (len(tone), 0)
+            files.append(ImagePlace(str(tmp_path / f"{d}.{at}"), 0, len(data), len(data), *size))
+    with IndexedDatasetWriter(path, np.uint16) as texts, ImageTableWriter(path) as images:
+        for d in range(4):
+            texts.add_document([np.array([IMAGE, d + 1, sound, IMAGE, sound]), np.array([50 + d])])
+            images.add([[*files[2 * d : 2 * d + 2]] * 2])
+    data = dataset(str(path), SftFormat(media=(INPUTS, clips)), (0, 4))
+    seen = 0
+    for sample in (data[i] for i in range(len(data))):
+        np.testing.assert_array_equal(sample["audio_index"] != TEXT, sample["tokens"] == sound)
+        np.testing.assert_array_equal(sample["image_index"] != TEXT, sample["tokens"] == IMAGE)
+        assert not sample["loss_mask"][np.isin(sample["labels"], (IMAGE, sound))].any()
+        for number in range(1, sample["segment_ids"].max() + 1):
+            mine = sample["segment_ids"] == number
+            (d,) = (int(t) - 1 for t in sample["tokens"][mine] if 0 < t <= 4)
+            index = sample["image_index"][mine]
+            assert (sample["patches"].reshape(-1, 4, 12)[index[index >= 0]] == d + 1).all()
+            index = sample["audio_index"][mine]
+            count = (6 + d + 1) // 2
+            _, (view,) = clips.layouts.read((tmp_path / f"{d}.1").read_bytes(), "x")
+            frames = sample["frames"].reshape(-1, 2, 400)[index[index >= 0]].reshape(2, -1, 400)
+            for clip in frames:
+                np.testing.assert_array_equal(clip[:count], clips.layouts.rows(view))
+            seen += 1
+    assert seen == 4
+    with pytest.raises(ValueError, match="0.1 is of a kind that this model does not read; it reads images"):
+        dataset(str(path), part=(0, 4))
 
 
 def test_a_conversation_whose_images_do_not_fit_is_left_out_and_never_cut(prefix):
