@@ -103,7 +103,8 @@ def _train(trainer: Trainer, seconds: float, num_steps: int) -> Curve:
     step_function = trainer.program.train_step(trainer.config)
     losses = []
     began = time.perf_counter()
-    for step, batch in enumerate(trainer.train_batches(0, num_steps)):
+    batches = trainer.train_batches(0, num_steps, lambda: state.weights)
+    for step, batch in enumerate(batches):
         state, metrics = step_function(state, batch, np.float32(trainer.learning_rate(step)))
         losses.append(metrics["loss"])
         if step == 0:

@@ -105,7 +105,7 @@ TINY_RECIPES = {
         "model.num_layers": 1,
         "model.vision.num_layers": 1,
         "training.sequence_length": 64,
-        "data.tokenizer": "null:258",
+        "data.tokenizer": "bytes:<image>",
     },
 }
 

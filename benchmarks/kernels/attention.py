@@ -34,6 +34,10 @@ CASES = {
     "packed, 64": (8, 2048, 16, 16, 64, None, 300),
     "both directions, 64": (32, 512, 16, 16, 64, None, None),
     "both directions, packed, 64": (32, 512, 16, 16, 64, None, 400),
+    # Images in one row, in vision towers: heads of 72 and 80 are padded to 128, or to 80 once that is in HEAD_DIMS.
+    "both directions, packed, 72": (1, 8192, 16, 16, 72, None, 1000),
+    "both directions, packed, 80": (1, 8192, 16, 16, 80, None, 1000),
+    "both directions, packed, 128": (1, 8192, 16, 16, 128, None, 1000),
 }
 BOTH_DIRECTIONS = "both directions"  # the cases without a causal mask begin with it
 TURNS = 4

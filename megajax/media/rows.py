@@ -131,7 +131,14 @@ class MediaInputs:
 
     def fits(self, views: Sequence[int]) -> bool:
         """Whether views of so many positions fit into the blocks of a row."""
-        return assigned(views, self.blocks, self.block_size) is not None
+        return self.widest_gap(views) is not None
+
+    def widest_gap(self, views: Sequence[int]) -> int | None:
+        """Positions that views of so many positions leave in the emptiest block; None: they do not fit."""
+        block_of = assigned(views, self.blocks, self.block_size)
+        if block_of is None:
+            return None
+        return self.block_size - int(np.bincount(block_of, views, self.blocks).min())
 
     def expanded(self, tokens: np.ndarray, sizes: np.ndarray) -> "Expanded":
         """`expanded` for a text with media of this kind alone."""

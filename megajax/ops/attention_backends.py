@@ -103,6 +103,10 @@ class Backend:
         """Why it does not support them here, or an empty string."""
         raise NotImplementedError
 
+    def note(self, inputs: Inputs) -> str:
+        """What the log says of how it computes them, or an empty string."""
+        return ""
+
     def forward(self, q, k, v, pairs: Pairs) -> tuple[jax.Array, jax.Array]:
         """-> (out [B, T, N, H] in q's dtype, log-sum-exp [B, N, T] float32)."""
         raise NotImplementedError
@@ -210,20 +214,31 @@ class Pallas(Backend):
 
     def _kernel_problem(self, inputs: Inputs) -> str:
         if inputs.page is None:
-            return self.kernel.problem(_common_dim(inputs.head_dim, inputs.value_dim), inputs.dtype)
+            return self.kernel.problem(self._dim(inputs.head_dim, inputs.value_dim), inputs.dtype)
         page_size, dtype = inputs.page
         shape = (inputs.heads, inputs.kv_heads, inputs.head_dim, page_size)
         return self.decoding_kernel.problem(*shape, inputs.dtype, dtype)
 
+    def note(self, inputs: Inputs) -> str:
+        heads = (inputs.head_dim, inputs.value_dim)
+        dim = self._dim(*heads)
+        return "" if inputs.page is not None or heads == (dim, dim) else f"{_described(heads)}, padded to {dim}"
+
+    def _dim(self, head_dim: int, value_dim: int) -> int:
+        """The head dim that the kernels compute with: they have one for keys and values, and tiles for a few of them.
+        The arrays are padded with zeros to the next one."""
+        widest = max(head_dim, value_dim)
+        return min((dim for dim in self.kernel.HEAD_DIMS if dim >= widest), default=widest)
+
     def forward(self, q, k, v, pairs):
-        dim = _common_dim(q.shape[-1], v.shape[-1])
+        dim = self._dim(q.shape[-1], v.shape[-1])
         arrays = (_padded(a, dim) for a in (q, k, v))
         how = dict(scale=pairs.options.scale, soft_cap=pairs.options.soft_cap)
         out, lse = self.kernel.forward(*arrays, *pairs.bounds(), **how)
         return _marked((out[..., : v.shape[-1]], lse), q)
 
     def backward(self, q, k, v, out, lse, d_out, pairs):
-        dim = _common_dim(q.shape[-1], v.shape[-1])
+        dim = self._dim(q.shape[-1], v.shape[-1])
         q_wide, k_wide, v_wide, out_wide, d_out_wide = (_padded(a, dim) for a in (q, k, v, out, d_out))
         arrays = (q_wide, k_wide, v_wide, out_wide, lse, d_out_wide)
         how = dict(scale=pairs.options.scale, soft_cap=pairs.options.soft_cap, ordered=pairs.options.deterministic)
@@ -279,12 +294,6 @@ def _described(heads: tuple[int, int]) -> str:
     return f"head dim {head_dim}" + (f", of values {value_dim}" if value_dim != head_dim else "")
 
 
-def _common_dim(head_dim: int, value_dim: int) -> int:
-    """The head dim that our kernels compute with: they have one for keys and values, so unequal ones are padded with
-    zeros to the next power of two."""
-    return head_dim if head_dim == value_dim else 1 << (max(head_dim, value_dim) - 1).bit_length()
-
-
 def _padded(a: jax.Array, dim: int) -> jax.Array:
     return jnp.pad(a, ((0, 0),) * 3 + ((0, dim - a.shape[-1]),)) if a.shape[-1] < dim else a
 
@@ -305,7 +314,8 @@ MEASURED = {
 
 
 def choose(inputs: Inputs, requested: str = "auto") -> Backend:
-    """The requested backend, or else the fastest, that supports the inputs; logs why it is not an earlier one."""
+    """The requested backend, or else the fastest, that supports the inputs; logs why it is not an earlier one, and what
+    it pads."""
     fastest = _by_speed(inputs)
     order = fastest if requested == "auto" else (requested, *(name for name in fastest if name != requested))
     refused: list[str] = []
@@ -313,7 +323,8 @@ def choose(inputs: Inputs, requested: str = "auto") -> Backend:
         backend = BACKENDS[name]
         problem = backend.problem(inputs)
         if not problem:
-            log_choice(inputs.what, f"{name} ({'; '.join(refused)})" if refused else name)
+            notes = "; ".join(filter(None, (*refused, backend.note(inputs))))
+            log_choice(inputs.what, f"{name} ({notes})" if notes else name)
             return backend
         refused.append(f"not {name}: {problem}")
     raise AssertionError("the reference supports everything")
@@ -324,12 +335,13 @@ def _by_speed(inputs: Inputs) -> tuple[str, ...]:
     if inputs.keys == "pages":
         return "pallas", "reference"
     features = {
-        "unmasked": not inputs.options.mask.is_causal,
         "packed": inputs.is_packed,
+        "unmasked": not inputs.options.mask.is_causal,
         "window": inputs.options.mask.reach is not None,
         "grouped": inputs.heads != inputs.kv_heads,
         "causal": True,
     }
-    by_length = MEASURED.get((inputs.head_dim, _first(features)), {inputs.length: 1.0})
+    not_measured = {inputs.length: 0.0 if inputs.is_packed else 1.0}  # the bias of T x T needs memory too
+    by_length = MEASURED.get((inputs.head_dim, _first(features)), not_measured)
     nearest = min(by_length, key=lambda measured: abs(math.log(measured / max(inputs.length, 1))))
     return ("pallas", "cudnn", "reference") if by_length[nearest] < 1 else ("cudnn", "pallas", "reference")

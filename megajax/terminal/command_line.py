@@ -151,7 +151,7 @@ def choose(kinds: Mapping[str, type[T]], arguments: Sequence[str] | None, progra
     name, *rest = _given(arguments) or [""]
     usage = f"{program} {{{','.join(kinds)}}}"
     if name in ("--help", "-h"):
-        print(f"usage: {usage} [options]\n\n{reflowed(about, terminal_width()).rstrip()}")
+        print(f"usage: {program} COMMAND [options]\n\n{reflowed(about, terminal_width()).rstrip()}")
         raise SystemExit(0)
     if name not in kinds:
         raise ValueError(f"{program} {name}: name a command{did_you_mean(name, kinds) or f': {usage}'}")

@@ -63,7 +63,13 @@ class Plan:
 
     @property
     def half(self) -> int:
-        return self.head_dim // 2
+        """Columns of d_q that a warpgroup computes, in tiles of 16: of 80 columns the first or the last 48."""
+        return -(-self.head_dim // 32) * 16
+
+    @property
+    def overlap(self) -> int:
+        """Columns of d_q that both compute."""
+        return 2 * self.half - self.head_dim
 
     @property
     def width(self) -> int:
@@ -79,15 +85,14 @@ class Plan:
         stages = self.tiles.stages
         d_out_stages = self.tiles.d_out_stages
         dtype = self.dtype
-        swizzle = min(128, self.half * dtype.itemsize)  # half of the keys' columns is one tile
         return Shared(
             tile=self.schedule.scratch,
-            q=swizzled((stages, self.block_q, self.head_dim), dtype, swizzle),
+            q=swizzled((stages, self.block_q, self.head_dim), dtype, self.half),
             d_out=swizzled((d_out_stages, self.block_q, self.head_dim), dtype),
-            k=swizzled((self.block_k, self.head_dim), dtype, swizzle),
+            k=swizzled((self.block_k, self.head_dim), dtype, self.half),
             v=swizzled((self.block_k, self.head_dim), dtype),
-            # two, as one warpgroup may be a step ahead
-            d_s=swizzled((2, self.block_k, self.block_q), dtype, swizzle),
+            # two, as one warpgroup may be a step ahead; tiles like those of k, by which it is multiplied
+            d_s=swizzled((2, self.block_k, self.block_q), dtype, self.half),
             # The piece of d_q and, once that has been copied out, d_k and d_v of the same size.
             results=plgpu.RefUnion(
                 swizzled((2, self.block_q, self.piece), jnp.float32), swizzled((2, 64, self.width), dtype)
@@ -304,7 +309,7 @@ class Compute:
             self.products(s_ref, iteration + 1)  # after the last iteration: of stale contents, unused
             length = self.tile[slot, LAST] - self.tile[slot, FIRST]
             self.stored(slot, iteration - end + length * plan.group)
-            self.d_q_smem[self.wg] = d_q
+            self.d_q_smem[self.wg] = self.counted_once(d_q)
             if plan.ordered:
                 plgpu.barrier_wait(smem.my_turn.at[lax.rem(iteration, stages + 1)])
             self.add(slot, in_group, rows, 0)
@@ -344,8 +349,16 @@ class Compute:
     def part_of_d_q(self, d_q_ref, side, number):
         plan = self.plan
         smem = self.smem
-        columns = pl.ds((self.wg + self.zero()) * plan.half + number * plan.piece, plan.piece)
+        columns = pl.ds((self.wg + self.zero()) * (plan.half - plan.overlap) + number * plan.piece, plan.piece)
         plgpu.wgmma(d_q_ref, smem.d_s.at[side].transpose((1, 0)), smem.k.at[:, columns])
+
+    def counted_once(self, d_q):
+        """Zeros in the columns that the first warpgroup adds."""
+        plan = self.plan
+        if not plan.overlap:
+            return d_q
+        column = plgpu.broadcasted_iota(jnp.int32, (plan.block_q, plan.piece), 1, layout=plgpu.Layout.WGMMA)
+        return jnp.where(column >= self.wg * plan.overlap, d_q, 0.0)
 
     def add(self, slot, in_group, rows, number):
         """Adds d_q_smem to part `number` of the warpgroup's columns of d_q."""
@@ -354,7 +367,7 @@ class Compute:
         plgpu.commit_smem()
         b = tile[slot, SEQUENCE]
         head = tile[slot, HEAD] * plan.group + in_group
-        columns = pl.ds(self.wg * plan.half + number * plan.piece, plan.piece)
+        columns = pl.ds(self.wg * (plan.half - plan.overlap) + number * plan.piece, plan.piece)
         part = self.gmem.d_q.at[b, rows, head, columns]
         plgpu.copy_smem_to_gmem(self.d_q_smem.at[self.wg], part, reduction_op="add")
 

@@ -34,9 +34,12 @@ class Tiles:
 
 TILES = {
     64: Tiles(128, stages=3, d_out_stages=3),
+    80: Tiles(128, stages=3, d_out_stages=3),  # not measured: as for 64
     128: Tiles(128),
     256: Tiles(64, backward_keys=64, d_out_stages=1, forward_slots=1),
 }
+# Heads of another width are padded to the next of these. 80 is left out until it has run on a GPU (README.md).
+HEAD_DIMS = 64, 128, 256
 
 
 def problem(head_dim: int, dtype: jnp.dtype) -> str:
@@ -126,9 +129,12 @@ def to_eights(a, axis=1, **options):
     return jnp.pad(a, [(0, -size % 8 if number == axis else 0) for number, size in enumerate(a.shape)], **options)
 
 
-def swizzled(shape, dtype, swizzle=128):
-    """Shared memory in the layout that TMA writes and wgmma reads."""
-    tile = (8, swizzle // jnp.dtype(dtype).itemsize)
+def swizzled(shape, dtype, columns=0):
+    """Shared memory in the layout that TMA writes and wgmma reads. A row of a tile has 128, 64 or 32 bytes, the most
+    that divide the last dim, and its parts of `columns` elements if it is read in parts."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = math.gcd(128, shape[-1] * itemsize, columns * itemsize)
+    tile = (8, swizzle // itemsize)
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform(tile), plgpu.SwizzleTransform(swizzle)))
 
 

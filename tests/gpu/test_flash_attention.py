@@ -52,13 +52,21 @@ CASES = {
     "causal, 256": (2, 1024, 4, 2, 256, None, False, None, True, jnp.bfloat16),
     "packed window, 256, no whole tile": (2, 777, 4, 1, 256, 150, True, None, True, jnp.bfloat16),
     "packed, soft cap, 256": (1, 640, 8, 2, 256, None, True, 3.0, True, jnp.float16),
+    "causal, 80": (2, 1024, 4, 4, 80, None, False, None, True, jnp.bfloat16),
+    "packed window, 80, no whole tile": (2, 777, 4, 1, 80, 150, True, None, True, jnp.bfloat16),
+    "packed, soft cap, 80": (1, 640, 8, 2, 80, None, True, 3.0, True, jnp.float16),
+    "more tiles than multiprocessors, 80": (9, 1024, 8, 8, 80, None, True, None, False, jnp.bfloat16),
+    "short, 80": (2, 40, 4, 1, 80, None, False, None, True, jnp.bfloat16),
+    "packed images, 72": (2, 1200, 16, 16, 72, None, True, None, False, jnp.bfloat16),
+    "packed, 96": (2, 512, 4, 4, 96, None, True, None, True, jnp.bfloat16),
 }
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_no_less_exact_than_cudnn(case, caplog):
     check(case)
-    assert [record.getMessage() for record in caplog.records][0] == "attention: pallas"
+    chosen = caplog.records[0].getMessage()
+    assert chosen == "attention: pallas" or chosen.startswith(f"attention: pallas (head dim {case[4]}, padded to")
 
 
 @st.composite
@@ -66,7 +74,7 @@ def cases(draw):
     length, (heads, kv_heads) = draw(st.integers(2, 700)), draw(st.sampled_from([(4, 4), (4, 2), (6, 1)]))
     causal = draw(st.booleans())
     return (
-        draw(st.integers(1, 3)), length, heads, kv_heads, draw(st.sampled_from([64, 128, 256])),
+        draw(st.integers(1, 3)), length, heads, kv_heads, draw(st.sampled_from([64, 72, 80, 128, 256])),
         draw(st.none() | st.integers(2, length)) if causal else None, draw(st.booleans()),
         draw(st.none() | st.floats(1.0, 30.0)), causal, draw(st.sampled_from([jnp.bfloat16, jnp.float16])),
     )  # fmt: skip
@@ -122,7 +130,7 @@ def check(case):
 
 
 @pytest.mark.parametrize(
-    "name", ["causal", "no whole tile", "packed window, 64, no whole tile", "not causal", "causal, 256"]
+    "name", ["causal", "no whole tile", "packed window, 64, no whole tile", "not causal", "causal, 256", "causal, 80"]
 )
 def test_ordered_sums_have_the_same_bits_each_time(name):
     _, T, N, K, H, window, packed, _, causal, dtype = CASES[name]

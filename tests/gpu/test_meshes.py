@@ -56,7 +56,8 @@ def losses(recipe: str, sizes: dict[str, int], run_dir: str) -> list[float]:
         state = trainer.initial_state()
         step = program.train_step(config.training)
         found = []
-        for number, batch in enumerate(trainer.train_batches(0, STEPS)):
+        batches = trainer.train_batches(0, STEPS, lambda: state.weights)
+        for number, batch in enumerate(batches):
             state, metrics = step(state, batch, np.float32(trainer.learning_rate(number)))
             found.append(float(metrics["loss"]))
     return found

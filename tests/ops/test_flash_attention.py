@@ -136,8 +136,14 @@ def test_op_gives_the_kernel_its_part_of_packed_documents(sizes, options, make_t
         ordered.append(options.pop("ordered"))
         return stand_in_backward(*arrays, **options)
 
-    stand_in(Pallas, kernel=SimpleNamespace(forward=stand_in_forward, backward=backward))
-    B, T, N, K, H = 4, 16, 4, 2, 8
+    dims = set()
+
+    def forward(q, *others, **options):
+        dims.add(q.shape[3])
+        return stand_in_forward(q, *others, **options)
+
+    stand_in(Pallas, kernel=SimpleNamespace(HEAD_DIMS=(4, 8, 12), forward=forward, backward=backward))
+    B, T, N, K, H = 4, 16, 4, 2, 7
     V = 5 if options else H  # values of another width: the kernels get all padded to 8
     rng = np.random.default_rng(0)
     shapes = ((N, H), (K, H), (K, V), (N, V))
@@ -159,7 +165,7 @@ def test_op_gives_the_kernel_its_part_of_packed_documents(sizes, options, make_t
         got = jax.jit(functools.partial(value_and_gradients, op))(q, k, v, d_out)
     want = value_and_gradients(truth, q, k, v, d_out)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=3e-6), got, want)
-    assert set(ordered) == {bool(options)}
+    assert set(ordered) == {bool(options)} and dims == {8}
 
 
 def test_vmap_of_the_op_and_of_its_gradient_joins_the_batch(make_test_mesh, stand_in):
@@ -173,7 +179,7 @@ def test_vmap_of_the_op_and_of_its_gradient_joins_the_batch(make_test_mesh, stan
         batches.append(len(q))
         return stand_in_backward(q, *others, **{k: v for k, v in options.items() if k != "ordered"})
 
-    joined = dict(forward=tiles.joins_batches(forward), backward=tiles.joins_batches(backward))
+    joined = dict(HEAD_DIMS=(4,), forward=tiles.joins_batches(forward), backward=tiles.joins_batches(backward))
     stand_in(Pallas, kernel=SimpleNamespace(**joined))
     shape = (3, 2, 8, 2, 4)  # of vmap, B, T, N, H
     q, k, v = (np.random.default_rng(i).standard_normal(shape).astype(np.float32) for i in range(3))
@@ -214,9 +220,12 @@ def test_what_was_measured_to_be_faster_is_taken(monkeypatch):
     assert chosen(q(), masks.FULL) == "cudnn"
     assert [chosen(q(h, length=2**17), causal, packed=True) for h in (64, 128)] == ["pallas"] * 2
     assert chosen(q(length=2**17), causal, soft_cap=5.0) == chosen(q(256, length=2**17), causal) == "pallas"
-    assert chosen(q(96), causal, packed=True) == "cudnn"
+    # A bias of T x T is dearer than the zeros that pad a head.
+    assert [chosen(q(h), mask, packed=True) for h in (72, 96) for mask in (causal, masks.FULL)] == ["pallas"] * 4
+    assert [chosen(q(h), mask) for h in (72, 96) for mask in (causal, masks.FULL)] == ["cudnn"] * 4
+    assert chosen(q(320), causal, packed=True) == "reference"
     assert chosen(q(length=2**17), causal, deterministic=True) == "pallas"
-    assert chosen(q(96), causal, deterministic=True) == "reference"
+    assert chosen(q(96), causal, deterministic=True) == "pallas"
     assert chosen(q(), causal, dropout=0.1) == chosen(q(dtype=jnp.float32), causal, packed=True) == "reference"
     assert chosen(q(), causal, alibi=True) == "reference"
     assert chosen(q(192), causal, value_dim=128) == "pallas"  # compiled without a GPU
@@ -242,10 +251,30 @@ def test_what_a_config_asks_for_is_taken_where_it_can_be_and_else_the_log_says_w
         assert taken == ["ours"] and "attention: pallas" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "value_dim", "logged"),
+    [
+        (64, 64, "attention: pallas"),
+        (72, 72, "attention: pallas (head dim 72, padded to 128)"),
+        (80, 80, "attention: pallas (head dim 80, padded to 128)"),
+        (96, 96, "attention: pallas (head dim 96, padded to 128)"),
+        (192, 128, "attention: pallas (head dim 192, of values 128, padded to 256)"),
+        (300, 300, "attention: reference (not pallas: head dim 300; not cudnn: head dim 300)"),
+    ],
+)
+def test_the_log_says_to_what_heads_of_packed_images_are_padded(head_dim, value_dim, logged, monkeypatch, caplog):
+    on_hopper(monkeypatch)
+    caplog.set_level("INFO", "megajax")
+    log_choice.cache_clear()
+    q, v = (jax.ShapeDtypeStruct((1, 256, 2, dim), jnp.bfloat16) for dim in (head_dim, value_dim))
+    choose(Inputs.of(Options(masks.FULL, 1.0), q, q, v, is_packed=True))
+    assert [record.getMessage() for record in caplog.records] == [logged]
+
+
 # ----------------------------------------------------------------------------- the kernel
 
 
-@pytest.mark.parametrize(("head_dim", "num_sms"), [(64, 1), pytest.param(256, 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("head_dim", "num_sms"), [(64, 1), (80, 1), pytest.param(256, 3, marks=pytest.mark.slow)])
 def test_interpreted_kernel_equals_the_formula(head_dim, num_sms, interpreted, monkeypatch):
     """Packed documents with a window and a soft cap, grouped queries: tiles unseen, seen wholly or in part; one block
     that takes all tiles, so that each slot is used again, and three for four. T is a multiple of the tiles: TMA reads
@@ -270,6 +299,32 @@ def test_interpreted_kernel_equals_the_formula(head_dim, num_sms, interpreted, m
         assert np.linalg.norm(mine - expected) < 2**-8 * np.linalg.norm(expected)  # bfloat16: two roundings
 
 
+def test_packed_images_with_heads_of_72_equal_the_formula(interpreted, stand_in, make_test_mesh, monkeypatch):
+    """Images of several sizes in one row, each seeing itself, in 80 columns of which 8 are zeros."""
+    monkeypatch.setattr(schedule, "NUM_SMS", 1)
+    how = {name: functools.partial(getattr(kernel, name), interpret=interpreted) for name in ("forward", "backward")}
+    stand_in(Pallas, kernel=SimpleNamespace(HEAD_DIMS=tuple(tiles.TILES), **how))
+    shape = (1, 256, 1, 72)
+    q, k, v, d_out = (jax.random.normal(key, shape, jnp.bfloat16) for key in jax.random.split(jax.random.key(0), 4))
+    ids = jnp.repeat(jnp.arange(3), jnp.array([90, 30, 136]))[None]
+
+    def truth(q, k, v):
+        places = (jnp.arange(256)[None],) * 2
+        return reference_attention(q, k, v, masks.FULL, 0.12, None, (ids, ids), places)[0]
+
+    def value_and_gradients(op, *arrays):
+        out, vjp = jax.vjp(op, *arrays[:3])
+        return out, *vjp(arrays[3])
+
+    op = functools.partial(attention, mask=masks.FULL, scale=0.12, segments=(ids, ids), backend="pallas")
+    with jax.set_mesh(make_test_mesh()):
+        got = jax.jit(functools.partial(value_and_gradients, op))(q, k, v, d_out)
+    wants = value_and_gradients(truth, *(a.astype(jnp.float32) for a in (q, k, v, d_out)))
+    for mine, expected in zip(got, wants, strict=True):
+        mine, expected = np.asarray(mine, np.float64), np.asarray(expected, np.float64)
+        assert np.linalg.norm(mine - expected) < 2**-8 * np.linalg.norm(expected)
+
+
 PROGRAM = """
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding
@@ -287,7 +342,9 @@ def run(q, k, v, ids, d_out, soft_cap):
     out, vjp = jax.vjp(lambda q, k, v: attention(q, k, v, **options), q, k, v)
     return out, vjp(d_out)
 
-for length, head_dim, dtype, soft_cap in ((1000, 128, "bfloat16", None), (500, 256, "bfloat16", None), (777, 64, "float16", None), (128, 128, "bfloat16", 5.0)):
+cases = (1000, 128, "bfloat16", None), (500, 256, "bfloat16", None), (777, 64, "float16", None), (128, 128, "bfloat16", 5.0)
+cases += (1000, 80, "bfloat16", None), (777, 80, "float16", 5.0), (600, 72, "bfloat16", None)
+for length, head_dim, dtype, soft_cap in cases:
     with jax.set_mesh(mesh):
         def array(heads):
             spec = activation_spec((4, length, heads, head_dim), ("batch", "time", "heads", None))
@@ -310,7 +367,7 @@ print("zeros made at once:", len(zeros))
 @pytest.mark.cuda_wheels
 def test_kernel_compiles_for_hopper_on_a_mesh(compile_for_hopper):
     *kernels, zeros = [line.split()[-1] for line in compile_for_hopper(PROGRAM)]
-    assert kernels == ["2"] * 4  # forward, backward
+    assert kernels == ["2"] * 7  # forward, backward
     assert zeros == "0"  # in one operation for both layers, which has the memory of both
 
 

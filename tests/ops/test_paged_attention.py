@@ -271,7 +271,7 @@ def test_engine_with_the_kernels_gives_the_probabilities_that_it_gives_without(w
             shapes.append((name, q.shape))
             return getattr(module, name)(q, *arrays, **options, interpret=interpreted)
 
-        return SimpleNamespace(**{name: call})
+        return SimpleNamespace(HEAD_DIMS=flash_attention.HEAD_DIMS, **{name: call})
 
     stand_in(Pallas, kernel=interpret(flash_attention, "forward"), decoding_kernel=interpret(kernel, "decode"))
     # Layers that have been traced are not traced again for an equal config; the weights exist already.

@@ -168,7 +168,7 @@ def _ascending(lower, upper):
 
 @pytest.fixture
 def pallas_stand_ins(stand_in):
-    stand_in(Pallas, kernel=SimpleNamespace(forward=pallas_forward, backward=pallas_backward))
+    stand_in(Pallas, kernel=SimpleNamespace(HEAD_DIMS=(), forward=pallas_forward, backward=pallas_backward))
 
 
 KERNEL_VARIANTS = [

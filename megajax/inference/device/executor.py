@@ -157,7 +157,7 @@ class Executor:
 
     def encode_images(self, params: dict, batch: EncodeBatch) -> None:
         """Writes the features of some views into their slots."""
-        arguments = (params, self._features, None, *batch)
+        arguments = (params, self._features, *batch)
         self._features = self._program(self._encode_images, arguments)(*arguments)
 
     def start_row(self, row: int, counts_V: np.ndarray, bias_V: np.ndarray) -> None:
@@ -205,7 +205,7 @@ class Executor:
         return chooser._replace(mask_BW=self._no_masks[size])
 
     def _program(self, function, arguments: tuple):
-        """The compiled program for arguments of these shapes."""
+        """The compiled program for arguments of these shapes; those of the first three follow from the others."""
         shapes = tuple(a.shape for a in jax.tree.leaves(arguments[3:]))
         key = (function, shapes)
         if key not in self.compiled:
@@ -247,7 +247,7 @@ class Executor:
             empty = batches.empty_prefill(*shape)
             calls["prefill", *shape] = self._prefill, self._prefill_arguments(params, *empty, False)
         for shape in self._image_shapes:
-            arguments = (params, self._features, None, *batches.empty_images(*shape))
+            arguments = (params, self._features, *batches.empty_images(*shape))
             calls["images", *shape] = self._encode_images, arguments
         return {
             key: functools.partial(self._program, function, self._abstract(arguments))

@@ -195,7 +195,7 @@ def prefill(
 
 
 def encode_images(
-    model: Model, params: dict, features: jax.Array, _: None, patches_1KPp: jax.Array, places_1KP5: jax.Array,
+    model: Model, params: dict, features: jax.Array, patches_1KPp: jax.Array, places_1KP5: jax.Array,
     slots_F: jax.Array
 ) -> jax.Array:  # fmt: skip
     """Writes the features of images into their slots [slots, 1 + levels, D]."""

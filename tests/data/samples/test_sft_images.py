@@ -161,9 +161,8 @@ views = st.lists(st.lists(st.integers(1, 16).map(lambda n: 4 * n), max_size=3), 
 def test_packing_fills_samples_up_to_their_tokens_and_patches(items, blocks, random):
     items = [item for item in items if assigned(item, blocks, 64) is not None] or [[]]
     sizes = np.array([random.randint(1, 20) for _ in items])
-    of_kind = [[(0, size) for size in item] for item in items]
-    fits = lambda found: assigned([size for _, size in found], blocks, 64) is not None
-    bins = pack(sizes, 20, PackedMedia(of_kind, fits))
+    inputs = dataclasses.replace(INPUTS, blocks=blocks)
+    bins = pack(sizes, 20, PackedMedia([(item,) for item in items], (inputs,)))
     for number in range(bins.max() + 1):
         mine = np.flatnonzero(bins == number)
         together = [size for item in mine for size in items[item]]
@@ -171,6 +170,18 @@ def test_packing_fills_samples_up_to_their_tokens_and_patches(items, blocks, ran
         chosen = assigned(together, blocks, 64)
         assert chosen is not None
         assert max(np.bincount(chosen, together, blocks), default=0) <= 64
+
+
+@pytest.mark.parametrize(("tokens", "mean"), [(4096, 1500), (900, 100), (1200, 600)])
+def test_little_of_the_scarcer_dimension_is_padding(tokens, mean):
+    """Patches are scarce, tokens are, both are."""
+    rng = np.random.default_rng(0)
+    inputs = dataclasses.replace(INPUTS, block_size=4096)
+    views = [(4 * rng.integers(mean // 8, mean // 2, count)).tolist() for count in rng.integers(0, 3, 2000)]
+    sizes = np.array([sum(of_item) // 4 for of_item in views]) + rng.integers(10, 300, 2000)
+    count = pack(sizes, tokens, PackedMedia([(of_item,) for of_item in views], (inputs,))).max() + 1
+    fewest = max(sizes.sum() / tokens, sum(map(sum, views)) / (2 * 4096))
+    assert fewest <= count < 1.1 * fewest
 
 
 def test_views_go_to_the_emptiest_block_the_largest_first():
