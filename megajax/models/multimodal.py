@@ -59,6 +59,15 @@ class MultimodalConfig(DecoderConfig):
     ) -> "Multimodal":
         return Multimodal(self, dtype, execution, stages, rngs=rngs)
 
+    def check_exports(self) -> None:
+        super().check_exports()
+        for kind in self.encoders:
+            if kind != IMAGE:
+                raise ValueError(
+                    f"model.{kind.section}.num_layers={getattr(self, kind.section).num_layers}: other frameworks have "
+                    f"no class for an encoder of {kind.plural} beside this text; only those of images are exported"
+                )
+
     @property
     def encoders(self) -> dict[Kind, ModalityConfig]:
         """The section of each kind of media that the model reads."""

@@ -144,6 +144,11 @@ def test_a_run_starts_with_the_encoder_of_a_whisper(whisper, llama_folder, make_
     assert "audio_layers.dense.attention.key_bias" not in found
 
 
+def test_a_model_with_sound_is_not_exported():
+    with pytest.raises(ValueError, match=r"model\.audio\.num_layers=2: other frameworks have no class"):
+        MultimodalConfig.of(TEXT, audio=AudioConfig(num_layers=2), audio_token=7).check_exports()
+
+
 def test_what_does_not_fit_is_named(whisper, llama_folder, tmp_path):
     path, _ = whisper
     audio = dataclasses.replace(TowerFolder(path).tower, frames=20)
