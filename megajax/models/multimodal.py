@@ -123,7 +123,7 @@ class MultimodalConfig(DecoderConfig):
             found |= {kind.index: sequence} | section.arrays()
         if self.rope.sections is not None:
             found["position_ids"] = BatchArray(("time", None), (sequence_length, 3), jnp.int32)
-        if self.image_attention == "bidirectional":
+        if any(inputs.sees_itself for inputs in self.media):
             found["block_ids"] = sequence
         return found
 
@@ -154,7 +154,11 @@ class MultimodalConfig(DecoderConfig):
             raise ValueError(f"{names} with model.kind=multimodal; use model.kind=decoder for text")
         if self.mtp_layers:
             raise ValueError(f"model.mtp_layers={self.mtp_layers} is not supported by model.kind=multimodal; use 0")
-        if self.image_attention == "bidirectional" and mesh.context > 1 and execution.context_attention != "all_to_all":
+        if (
+            any(of.sees_itself for of in self.media)
+            and mesh.context > 1
+            and execution.context_attention != "all_to_all"
+        ):
             raise ValueError(
                 f"mesh.context={mesh.context} with model.image_attention=bidirectional: the tokens of an image see "
                 "tokens of other devices; use --execution.context_attention=all_to_all"
