@@ -24,12 +24,15 @@ from jax.stages import Compiled
 
 from benchmarks import profile
 from benchmarks.command_line import read_config, run, split
+from benchmarks.image_batches import image_rows
 from benchmarks.records import devices, jax_versions, record
 from benchmarks.sustained import LEARNING_RATE, windows
 from megajax.config import Config
 from megajax.mesh.config import make_mesh
 from megajax.mesh.devices import find_device, utilisation
 from megajax.mesh.processes import use_compilation_cache
+from megajax.models.interface import ModelConfig
+from megajax.models.multimodal import MultimodalConfig
 from megajax.parallel.context import sequence_order
 from megajax.training.batches import abstract_batch
 from megajax.training.program import Program
@@ -71,13 +74,15 @@ def set_up(config: Config) -> Setup:
     batch = training.schedule(config.mesh)(training.steps)
     arrays = abstract_batch(program.arrays(training), batch, program.mesh)
     order = sequence_order(training.sequence_length, config.mesh.context, config.execution.context_attention)
-    batches = _random_batches(arrays, order, config.model.vocab_size)
+    batches = _random_batches(arrays, order, config.model)
     return Setup(config, program, batches)
 
 
-def _random_batches(arrays: dict[str, jax.ShapeDtypeStruct], order: np.ndarray, vocab_size: int) -> list[dict]:
-    """Random tokens with the other arrays of a batch; labels are the next tokens."""
+def _random_batches(arrays: dict[str, jax.ShapeDtypeStruct], order: np.ndarray, model: ModelConfig) -> list[dict]:
+    """Random tokens with the other arrays of a batch; labels are the next tokens. In a model that reads images, as
+    benchmarks/image_batches.py has them."""
     shape = arrays["tokens"].shape
+    vocab_size = model.vocab_size
 
     def on_devices(values: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         targets = {name: arrays[name] for name in values if name in arrays}
@@ -90,13 +95,15 @@ def _random_batches(arrays: dict[str, jax.ShapeDtypeStruct], order: np.ndarray, 
 
     def drawn(number: int) -> dict[str, np.ndarray]:
         rng = np.random.default_rng(number)
+        if isinstance(model, MultimodalConfig) and model.image_inputs:
+            return image_rows(model, shape, rng)
         tokens = rng.integers(0, vocab_size, (*shape[:-1], shape[-1] + 1), dtype=np.int32)
         ends = rng.random(shape) < 1 / 500  # documents of about 500 tokens
         segments = (1 + np.cumsum(ends, -1, dtype=np.int32))[..., order]
         others = {name: rng.integers(0, vocab_size, like.shape) for name, like in arrays.items() if name not in same}
         return others | {"tokens": tokens[..., :-1], "labels": tokens[..., 1:], "segment_ids": segments}
 
-    return [on_devices(drawn(number)) | same for number in range(NUM_BATCHES)]
+    return [same | on_devices(drawn(number)) for number in range(NUM_BATCHES)]
 
 
 def sustained(

@@ -9,6 +9,7 @@ from megajax.images.processor_files import HALF, PROCESSORS
 from megajax.images.rules import ImageRule
 from megajax.layers.attention.rope import RopeConfig
 from megajax.mesh.config import MeshConfig
+from megajax.models.audio_tower import AudioConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.multimodal import MultimodalConfig
 from megajax.models.tower import TowerConfig
@@ -66,6 +67,29 @@ def vlm_tiny() -> Config:
             eval_steps=8,
         ),
         checkpoint=CheckpointConfig(every_steps=100),
+    )
+
+
+def mimo_tiny() -> Config:
+    """A model of 0.6 M parameters that answers questions about bar charts and digits, about beeps, and about both,
+    drawn when the run starts.
+
+    Hardware: 2 CPU cores, and Pillow (pip install 'megajax[images]'). Measured: 93.1 % of held-out answers right after
+    2 min 25 s of steps (2 min 50 s in all, 319 s of processor time); with the images and sounds of other conversations
+    26.1 %, with grey images 27.8 %, with silent clips 59.4 %: half of the questions are about images alone, a sixth
+    about sound alone (2 cores, jax 0.10.2, 2026-11-24).
+    Command: python train.py --config=mimo_tiny
+    """
+    tiny = vlm_tiny()
+    assert isinstance(tiny.model, MultimodalConfig)
+    audio = AudioConfig(
+        num_layers=2, embed_dim=64, num_heads=4, mlp_dim=192, merge=2, project_dim=128, blocks=1, frames=128
+    )
+    return dataclasses.replace(
+        tiny,
+        model=dataclasses.replace(tiny.model, vocab_size=259, image_token=257, audio=audio, audio_token=258),
+        data=DataConfig(source="drawn", tokenizer="bytes:<image>,<audio>"),
+        training=dataclasses.replace(tiny.training, steps=500),
     )
 
 

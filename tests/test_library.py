@@ -107,6 +107,13 @@ TINY_RECIPES = {
         "training.sequence_length": 64,
         "data.tokenizer": "bytes:<image>",
     },
+    "mimo_tiny": {
+        "model.num_layers": 1,
+        "model.vision.num_layers": 1,
+        "model.audio.num_layers": 1,
+        "training.sequence_length": 64,
+        "data.tokenizer": "bytes:<image>,<audio>",
+    },
 }
 
 

@@ -33,9 +33,9 @@ class CheckpointConfig:
     """Parameters that start_from does not load, as shell patterns of their names: they are initialised (an adapter, a
     head of another size) or, if this model does not have them, ignored."""
 
-    start_vision_from: str = ""
-    """With start_from, in a model that reads images: take the tower from this Hugging Face folder of a CLIP, a SigLIP,
-    a SigLIP 2, or a model with one of them; empty: it is that of start_from."""
+    start_towers_from: tuple[str, ...] = ()
+    """With start_from, in a model that reads images or sound: take the encoder of each from one of these Hugging Face
+    folders, of a CLIP, a SigLIP, a SigLIP 2, a model with one of them, or a Whisper; empty: from start_from."""
 
     def source(self) -> tuple[Path, int | None]:
         """start_from as (run directory, step or None for the newest)."""
@@ -50,9 +50,9 @@ class CheckpointConfig:
                 f"checkpoint.local_dir={self.local_dir!r} with checkpoint.local_every_steps={self.local_every_steps}: "
                 "local snapshots need both; give both or neither"
             )
-        if self.start_vision_from and not self.start_from:
+        if self.start_towers_from and not self.start_from:
             raise ValueError(
-                f"checkpoint.start_vision_from={self.start_vision_from} needs weights of the text; set "
+                f"checkpoint.start_towers_from={','.join(self.start_towers_from)} needs weights of the text; set "
                 "--checkpoint.start_from"
             )
         if self.start_fresh and not self.start_from:

@@ -91,7 +91,7 @@ class OfChats:
     def template(self, engine: "Engine") -> "ChatTemplate | None":
         from megajax.data.tokenizers.chat_template import find_chat_template
 
-        return find_chat_template(engine.text_tokenizer, self.chat_template, engine.image_token)
+        return find_chat_template(engine.text_tokenizer, self.chat_template, engine.media_tokens)
 
 
 def check_is_new(output: str | None) -> None:

@@ -20,7 +20,8 @@ SourceKind = Literal["indexed", "text", "drawn", "mock"]
 class DataConfig:
     source: SourceKind = "mock"
     """indexed: .bin/.idx files in `paths`; text: text files in `text`; drawn: conversations about bar charts and digits
-    that are drawn when the run starts (data/prepare/drawn_images.py); mock: Megatron's mock documents, or random
+    that are drawn when the run starts, and with tokenizer=bytes:<image>,<audio> about sound (data/prepare/
+    drawn_images.py); mock: Megatron's mock documents, or random
     conversations. Follows from `paths` or `text` if these are given and it is not."""
     paths: tuple[str, ...] = ()
     """Prefixes of Megatron .bin/.idx files, blended by their tokens, or with a weight before each, on any scale

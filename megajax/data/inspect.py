@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from megajax.audio import wav
 from megajax.data.blend import BlendedDataset, normalize_weights, plan_phases
 from megajax.data.config import DataConfig
 from megajax.data.indexed.dataset import IndexedDataset, prefix_of
@@ -53,11 +54,20 @@ def describe(dataset: IndexedDataset) -> str:
         lines.append(f"  tokenizer {meta['tokenizer']} ({meta['vocab_size']:,} ids), {ratio}sha256 {meta['sha256']}")
     if os.path.exists(image_table_path(dataset.prefix)):
         table = ImageTable(dataset.prefix)
-        height, width = np.median(table.sizes, axis=0).astype(int) if len(table) else (0, 0)
-        per_document = len(table) / max(1, len(table.first) - 1)
-        lines.append(
-            f"  images {len(table):,}, {per_document:.2f} per document, median height {height:,} and width {width:,}"
-        )
+        num_documents = max(1, len(table.first) - 1)
+        images = table.sizes[table.sizes[:, 1] > 0]
+        if len(images) or not len(table):
+            height, width = np.median(images, axis=0).astype(int) if len(images) else (0, 0)
+            lines.append(
+                f"  images {len(images):,}, {len(images) / num_documents:.2f} per document, median height {height:,} "
+                f"and width {width:,}"
+            )
+        clips = table.sizes[table.sizes[:, 1] == 0, 0]
+        if len(clips):
+            lines.append(
+                f"  clips of sound {len(clips):,}, {len(clips) / num_documents:.2f} per document, median "
+                f"{np.median(clips) / wav.RATE:.2f} s"
+            )
     return "\n".join(lines)
 
 

@@ -9,9 +9,9 @@ as P.tokenizer.model.
 --split_sentences: one sequence per sentence (for BERT). --conversations: each document is a conversation (`messages`:
 [{"role", "content"}, ...]) whose sequences alternate between context (no loss) and answer (loss), starting with a
 context; sequences may be empty. --append_eod (the default) ends the last sequence of a document with the tokenizer's
-end-of-document token, unless the template has written it. With --image_token, conversations have images, in .jsonl,
-.json and .tar files, and P.images says where these are (docs/data.md). An existing dataset is only replaced with
---overwrite.
+end-of-document token, unless the template has written it. With --image_token or
+--audio_token, conversations have images or clips of sound, in .jsonl, .json and .tar files, and P.images says where
+these are (docs/data.md). An existing dataset is only replaced with --overwrite.
 
 The output does not depend on --workers: batches of documents are encoded in order, at most a few per worker at a time,
 so memory is constant. `merge`, `verify` and `inspect` as first argument run these commands instead.
@@ -31,6 +31,7 @@ from megajax.data.prepare.write_tokens import output_prefixes, preprocess, refus
 from megajax.data.tokenizers.chat_template import load_chat_template
 from megajax.data.tokenizers.load import load_tokenizer
 from megajax.data.tokenizers.tokenizer import BytesTokenizer
+from megajax.media.kinds import KINDS
 from megajax.terminal.announce import announced
 from megajax.terminal.command_line import errors_in_one_line, parse
 from megajax.terminal.progress import progress_bar
@@ -69,8 +70,15 @@ class Options:
     """Longer lines, text files and images, as stored but unpacked, count as unreadable."""
     image_token: str | None = None
     """Conversations have images, and this special token of the tokenizer stands for each, such as <|image_pad|>."""
+    audio_token: str | None = None
+    """The same for clips of sound: WAV files of 16 bits at 16 kHz."""
     images: str | None = None
-    """Folder of the images that records name; default: the folder of the record's file."""
+    """Folder of the images and clips that records name; default: the folder of the record's file."""
+
+    @property
+    def media_tokens(self) -> dict[str, str]:
+        tokens = {"image": self.image_token, "audio": self.audio_token}
+        return {name: token for name, token in tokens.items() if token is not None}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -91,26 +99,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(
             f"{prefix}: {meta['num_documents']:,} documents, {meta['num_tokens']:,} tokens ({meta['dtype']}) of the "
             f"tokenizer {meta['tokenizer']}, {meta['num_bytes']:,} bytes of text, "
-            + (f"{meta['num_images']:,} images, " if "num_images" in meta else "")
+            + _num_media(meta)
             + f"{meta['num_skipped']} skipped"
         )
 
 
-def _check_images(flags: Options) -> None:
-    if flags.images is not None and flags.image_token is None:
+def _num_media(meta: dict) -> str:
+    if "num_images" not in meta:
+        return ""
+    names = [kind.plural for kind in KINDS if kind.token in meta]
+    return f"{meta['num_images']:,} {' and '.join(names)}, "
+
+
+def _check_media(flags: Options) -> None:
+    if flags.images is not None and not flags.media_tokens:
         raise ValueError("--images: name the token that stands for an image, too, such as --image_token='<image>'")
-    if flags.image_token is None:
+    if not flags.media_tokens:
         return
+    name, token = next(iter(flags.media_tokens.items()))
     if not flags.conversations:
-        raise ValueError("--image_token is only used with --conversations")
+        raise ValueError(f"--{name}_token is only used with --conversations")
     if flags.json_keys:
         raise ValueError(
-            "--json_keys is not used with --image_token, which reads records of several forms; leave it out"
+            f"--json_keys is not used with --{name}_token, which reads records of several forms; leave it out"
         )
     if flags.tokenizer.startswith("sentencepiece:"):
         raise ValueError(
-            f"--tokenizer={flags.tokenizer} will not have the token --image_token={flags.image_token}; name a "
-            "tokenizer that has it"
+            f"--tokenizer={flags.tokenizer} will not have the token --{name}_token={token}; name a tokenizer that has "
+            "it"
         )
     if flags.images is not None and not os.path.isdir(flags.images):
         raise ValueError(f"--images={flags.images} is no folder")
@@ -123,12 +139,12 @@ def _run(flags: Options) -> dict[str, dict]:
     form = "conversations" if flags.conversations else "sentences" if flags.split_sentences else "documents"
     if flags.chat_template and form != "conversations":
         raise ValueError("--chat_template is only used with --conversations")
-    _check_images(flags)
+    _check_media(flags)
     json_keys = flags.json_keys or (("messages",) if form == "conversations" else ("text",))
     if not flags.overwrite:
         for prefix in output_prefixes(output_prefix, json_keys):
             refuse_to_overwrite(prefix)
-    files = expand(flags.input, WITH_IMAGES if flags.image_token else ("",))
+    files = expand(flags.input, WITH_IMAGES if flags.media_tokens else ("",))
     spec = flags.tokenizer
     template = None
     if spec.startswith("sentencepiece:"):
@@ -139,7 +155,7 @@ def _run(flags: Options) -> dict[str, dict]:
             spec = train_tokenizer(files, spec, f"{output_prefix}.tokenizer", reader, flags.on_error)
     tokenizer = load_tokenizer(spec)
     if form == "conversations":
-        template = load_chat_template(tokenizer, flags.chat_template, flags.image_token)
+        template = load_chat_template(tokenizer, flags.chat_template, flags.media_tokens)
     total = sum(os.path.getsize(path) for path in files)
     with progress_bar("tokens") as advance:
         return preprocess(

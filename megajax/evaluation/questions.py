@@ -77,7 +77,7 @@ def evaluate_questions(
     a model answers without looking. Raises ValueError for a model that reads no images, and prompts that are too long.
     """
     engine = model.engine
-    template = find_chat_template(model.tokenizer, None, engine.image_token)
+    template = find_chat_template(model.tokenizer, None, engine.media_tokens)
     files = [question.images for question in questions]
     if images == "exchanged":
         files = [*files[1:], files[0]]

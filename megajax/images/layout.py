@@ -1,46 +1,26 @@
 """Where the patches of an image are in a row of patches, and what its tokens in the text read: from its size alone.
 
 An image is one or more views (images/rules.py), each attended to by itself. A tower may have a class token after the
-patches of each view, and windows, whose patches are then adjacent.
+patches of each view, and windows, whose patches are then adjacent. `places` of a patch are number of the view, row and
+column in it, CLASS_TOKEN for its class token, and the rows and columns of the view.
 """
 
 import dataclasses
-import functools
 
 import numpy as np
 
 from megajax.images import rules
+from megajax.images.decode import decode
 from megajax.images.rules import ImageRule
+from megajax.media.kinds import IMAGE
+from megajax.media.rows import NEWLINE, Layout, Layouts
 
-TEXT = -1
-"""In `image_index`: a token of the text."""
-NEWLINE = -2
-"""In `image_index`: the learned token that ends a row of tiles."""
 CLASS_TOKEN = -1
 """Row of a class token in `patch_places`."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Layout:
-    """Of an image of one size. The patches of merge * merge rows that become one result are adjacent."""
-
-    places: np.ndarray
-    """int32 [P, 5]: number of the view from 1, 0 for padding; row and column in it, CLASS_TOKEN for its class token;
-    its rows and columns."""
-    order: np.ndarray
-    """int32 [P]: number of the patch, counted over the views as ImageRule.patches has them; -1: no pixels."""
-    index: np.ndarray
-    """int32 [tokens]: number of the result that each token of the image reads, or NEWLINE."""
-    offsets: np.ndarray
-    """int32 [tokens, 3]: time, row and column of each token, from those of the image (M-RoPE); of one view."""
-    advance: int
-    """Positions that the image takes: the larger side of its grid of results."""
-    bounds: np.ndarray
-    """int32 [views + 1]: where each view begins in `places`, its class token included."""
-
-
 @dataclasses.dataclass(frozen=True)
-class Layouts:
+class ImageLayouts(Layouts):
     """Of images with this rule in a tower."""
 
     rule: ImageRule
@@ -48,11 +28,29 @@ class Layouts:
     window: int = 0
     """Side of the windows in patches; 0: none."""
 
-    @functools.lru_cache(maxsize=4096)  # noqa: B019
-    def of(self, height: int, width: int) -> Layout:
-        """Raises ValueError for sizes that the rule refuses."""
+    kind = IMAGE
+
+    @property
+    def merged(self) -> int:
+        return self.rule.merge**2
+
+    @property
+    def value_dim(self) -> int:
+        return self.rule.patch_size**2 * 3
+
+    @property
+    def view_size(self) -> int | None:
+        if self.rule.resize in ("pixels", "patches"):
+            return None
+        return int(np.diff(self.of(self.rule.size, self.rule.size).bounds).max())
+
+    def owns(self, sizes: np.ndarray) -> np.ndarray:
+        return sizes[:, 1] > 0
+
+    def layout(self, first: int, second: int) -> Layout:
+        """first, second: height and width."""
         merge = self.rule.merge
-        views = self.rule.views(height, width)
+        views = self.rule.views(first, second)
         places: list[np.ndarray] = []
         order: list[np.ndarray] = []
         result_of: list[np.ndarray] = []
@@ -75,7 +73,7 @@ class Layouts:
                 order.append(np.full(merge**2, -1))
                 num_results += 1
             bounds.append(num_results * merge**2)
-        tokens = self.rule.token_order(height, width)
+        tokens = self.rule.token_order(first, second)
         index = np.where(tokens == rules.NEWLINE, NEWLINE, np.concatenate(result_of)[tokens])
         rows, cols = (side // merge for side in views[0])
         row, col = np.divmod(np.arange(len(tokens)), cols)
@@ -88,10 +86,15 @@ class Layouts:
             np.array(bounds, np.int32),
         )
 
-    def pixels(self, layout: Layout, views: list[np.ndarray]) -> np.ndarray:
-        """The patches of an image in the order of its layout, uint8 [P, values of a patch]; views: ImageRule.pixels."""
-        patches = np.concatenate([self.rule.patches(view) for view in views])
-        return np.where(layout.order[:, None] >= 0, patches[layout.order], 0).astype(np.uint8)
+    def read(self, data: bytes, name: str) -> tuple[tuple[int, int], list[np.ndarray]]:
+        image = decode(data, name)
+        try:
+            return (image.height, image.width), self.rule.pixels(image)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+
+    def rows(self, view: np.ndarray) -> np.ndarray:
+        return self.rule.patches(view)
 
     def _squares(self, rows: int, cols: int) -> np.ndarray:
         """Numbers of the squares, row by row, in the order in which they are stored: window by window."""

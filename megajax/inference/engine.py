@@ -45,6 +45,7 @@ from megajax.inference.scheduling.work import (
 )
 from megajax.inference.tokens.grammar import Grammars
 from megajax.inference.tokens.sampling import Logprobs, Sampling
+from megajax.media.kinds import IMAGE
 from megajax.mesh.config import MeshConfig
 from megajax.models.model import Model
 from megajax.parallel.encode import num_parts
@@ -277,6 +278,11 @@ class Engine:
             return None
         return next((name for name, number in self.tokenizer.special_tokens.items() if number == inputs.token), None)
 
+    @property
+    def media_tokens(self) -> dict[str, str]:
+        """As a ChatTemplate takes them."""
+        return {} if self.image_token is None else {"image": self.image_token}
+
     def encode_with_images(self, prompt: str, num_images: int) -> list[int]:
         """The tokens of a prompt with images: where its text marks their places (image_text), or before it. Raises
         ValueError for another number of marks, and for a model that reads no images."""
@@ -379,6 +385,12 @@ class Engine:
             if wrong:
                 raise ValueError(f"{field}={wrong[0]} is not a token; tokens are 0 to {self._vocab_size - 1}")
         config = self.model.config
+        for inputs in config.media:
+            if inputs.kind != IMAGE and inputs.token in prompt:
+                raise ValueError(
+                    f"{name} has the token {inputs.token}, which stands for a {inputs.kind.noun} "
+                    f"(model.{inputs.kind.token}); engines read none, so leave it out"
+                )
         check_prompt(name, prompt, sampling.max_tokens, self._max_length, config.max_length, config.vocab_size)
 
     def cancel(self, request: Request) -> None:

@@ -37,7 +37,7 @@ WEIGHT_AXES: dict[str | None, tuple[str, ...]] = {
     "router": (),  # one entry an expert
     "rank": (),  # of an adapter
     "classes": (),  # the few rows of a token type embedding, the few outputs of a classifier
-    "pixels": (),  # of a patch of an image, and the positions of its patches
+    "pixels": (),  # of a patch of an image, the positions of its patches; taps and mels of a convolution of sound
 }
 
 ACTIVATION_AXES: dict[str | None, tuple[str, ...]] = {

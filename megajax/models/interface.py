@@ -16,12 +16,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from megajax.fields.kinds import Kinds
-from megajax.images.rows import ImageInputs
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops, LayerConfig, Totals
 from megajax.layers.linear import Linear
 from megajax.layers.stack import Stack, add_by_name, add_totals
 from megajax.layers.transform import Transform
+from megajax.media.kinds import IMAGE
+from megajax.media.rows import MediaInputs, of_kind
 from megajax.mesh.config import MeshConfig
 from megajax.mesh.sharding import constrain
 from megajax.models.execution import ExecutionConfig
@@ -217,9 +218,14 @@ class ModelConfig:
         return {name: layers for name, layers in stacks.items() if roles.get(name, "body") == role}
 
     @property
-    def image_inputs(self) -> ImageInputs | None:
+    def media(self) -> tuple[MediaInputs, ...]:
+        """How the model reads media in its texts, those of each kind that it reads."""
+        return ()
+
+    @property
+    def image_inputs(self) -> MediaInputs | None:
         """How the model reads images; None: it does not."""
-        return None
+        return of_kind(self.media, IMAGE)
 
     @property
     def has_output_layer(self) -> bool:
@@ -290,7 +296,7 @@ class AnyModule(nnx.Module):
 
     def encode_images(self, batch: dict, index_BT: jax.Array) -> jax.Array:
         """Of a model that reads images: patches, patch_places [B, K, ...] as `inputs` names them, index int32 [B, T] of
-        results -> [B, T, 1 + levels, D], which `extend` reads as `features`."""
+        results -> [B, T, 1 + levels, D], which `extend` reads as `image_features`."""
         raise NotImplementedError
 
     def encode(self, batch: dict) -> jax.Array:

@@ -10,6 +10,7 @@ from megajax.data.config import DataConfig
 from megajax.data.datasets import Formats
 from megajax.data.samples.sft import SftFormat
 from megajax.data.tokenizers.tokenizer import Tokenizer
+from megajax.media.kinds import KINDS
 from megajax.models.interface import AnyModule, BatchArray, LossOptions, LossTerms, ModelConfig
 from megajax.tasks.interface import Task, check_source, rate, with_labels
 from megajax.tasks.language import next_token_loss
@@ -26,7 +27,8 @@ class Conversations(Task):
 
     rates_answers: bool = False
     """Evaluations also report which share of the conversations gets all tokens of its answers right, each from the
-    right ones before it, and with images the same share with those of other conversations and with grey ones."""
+    right ones before it, and with images or sound the same share with those of other conversations, with grey images
+    and with silent clips."""
 
     heads = ("next_token",)
 
@@ -38,7 +40,7 @@ class Conversations(Task):
         return with_labels(model.inputs(sequence_length, packed=True))
 
     def formats(self, data: DataConfig, model: ModelConfig, sequence_length: int, tokenizer: Tokenizer) -> Formats:
-        form = SftFormat(on_misfit=self.on_misfit, vocab_size=tokenizer.vocab_size, images=model.image_inputs)
+        form = SftFormat(on_misfit=self.on_misfit, vocab_size=tokenizer.vocab_size, media=model.media)
         return Formats(form, form)
 
     def loss(self, module: AnyModule, h: jax.Array, batch: dict, options: LossOptions) -> LossTerms:
@@ -46,7 +48,7 @@ class Conversations(Task):
         if not (options.evaluates and self.rates_answers):
             return terms
         rates = {"answers": answered(module, h, batch)}
-        for name, changed in changed_images(batch).items():
+        for name, changed in changed_media(batch).items():
             rates[f"answers_{name}"] = answered(module, module.hidden(changed)[0], changed)
         return terms._replace(rates=terms.rates | rates)
 
@@ -67,9 +69,11 @@ def answered(module: AnyModule, h_BTD: jax.Array, batch: dict) -> tuple[jax.Arra
     return rate(~is_wrong_BS, has_answer_BS)
 
 
-def changed_images(batch: dict) -> dict[str, dict]:
-    """The batch with the images of the next row, and with grey ones; nothing without images."""
-    if "patches" not in batch:
+def changed_media(batch: dict) -> dict[str, dict]:
+    """The batch with the images and clips of the next row, and with blank ones of each kind; nothing without any."""
+    kinds = [kind for kind in KINDS if kind.values in batch]
+    if not kinds:
         return {}
-    exchanged = {name: jnp.roll(batch[name], 1, axis=0) for name in ("patches", "patch_places")}
-    return {"exchanged": batch | exchanged, "grey": batch | {"patches": jnp.full_like(batch["patches"], 128)}}
+    exchanged = {name: jnp.roll(batch[name], 1, axis=0) for kind in kinds for name in (kind.values, kind.places)}
+    blank = {kind.blank: batch | {kind.values: jnp.full_like(batch[kind.values], kind.blank_value)} for kind in kinds}
+    return {"exchanged": batch | exchanged} | blank

@@ -2,7 +2,7 @@
 
 Only names, shapes and layers of the parameters must agree: other settings of the model may differ (a longer context,
 another dropout), and are logged. A dense model can start a run with experts (upcycling.py), and one that reads images
-can take its tower from another folder (checkpoint.start_vision_from).
+or sound can take its encoders from other folders (checkpoint.start_towers_from).
 """
 
 import dataclasses
@@ -56,9 +56,9 @@ def pinned(config: Config) -> Config:
 
 
 def _replaced(config: Config, start_from: str, others: CheckpointConfig) -> Config:
-    vision = str(Path(others.start_vision_from).resolve()) if others.start_vision_from else ""
+    towers = tuple(str(Path(path).resolve()) for path in others.start_towers_from)
     checkpoint = dataclasses.replace(
-        config.checkpoint, start_from=start_from, start_fresh=others.start_fresh, start_vision_from=vision
+        config.checkpoint, start_from=start_from, start_fresh=others.start_fresh, start_towers_from=towers
     )
     return dataclasses.replace(config, checkpoint=checkpoint)
 
@@ -88,7 +88,8 @@ def check(config: Config) -> None:
         ours = config.make_model()
     except ValueError as error:
         raise ValueError(f"checkpoint.start_from={requested}: {error}") from None
-    tower = _tower(config)
+    towers = _towers(config)
+    of_towers = {name for tower in towers for name in tower.names}
     names = _shapes(ours).keys() | _shapes(theirs).keys()
     for pattern in config.checkpoint.start_fresh:
         if not any(matches(name, [pattern]) for name in names):
@@ -96,7 +97,7 @@ def check(config: Config) -> None:
                 f"checkpoint.start_fresh: {pattern!r} matches no parameter of either model; leave it out (parameter "
                 f"names look like {min(names)})"
             )
-    if problems := _problems(ours, theirs, tower.names if tower else (), config.checkpoint.start_fresh):
+    if problems := _problems(ours, theirs, of_towers, config.checkpoint.start_fresh):
         more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
         raise ValueError(
             f"checkpoint.start_from={requested} has the weights of another model ({'; '.join(problems[:4])}{more}); "
@@ -124,12 +125,12 @@ def weights(config: Config, program: Program) -> dict:
         logger.info("not used: %s", ", ".join(left_out))
     target = with_shardings(theirs.abstract_weights, theirs.shardings(mesh))
     found = source.restore_params(target, theirs.layer_rows)
-    tower = _tower(config)
-    of_tower = tower.names if tower else ()
-    loaded = select(found, lambda name: name in ours and name not in fresh and name not in of_tower)
-    if tower is not None:
+    towers = _towers(config)
+    of_towers = {name for tower in towers for name in tower.names}
+    loaded = select(found, lambda name: name in ours and name not in fresh and name not in of_towers)
+    for tower in towers:
         target = with_shardings(model.abstract_weights, model.shardings(mesh))
-        target = select(target, lambda name: name in of_tower and name not in fresh)
+        target = select(target, lambda name, tower=tower: name in tower.names and name not in fresh)
         loaded = merge(loaded, tower.restore_params(target, model.layer_rows))
     return merge(loaded, model.init(config.training.seed, mesh, only=fresh)) if fresh else loaded
 
@@ -138,30 +139,34 @@ def _source(config: Config) -> WeightSource:
     return upcycled(open_source(*config.checkpoint.source()), config)
 
 
-def _tower(config: Config) -> TowerWeights | None:
-    path = config.checkpoint.start_vision_from
-    if not path:
-        return None
-    if not isinstance(config.model, MultimodalConfig):
+def _towers(config: Config) -> list[TowerWeights]:
+    found: list[TowerWeights] = []
+    for path in config.checkpoint.start_towers_from:
+        if not isinstance(config.model, MultimodalConfig):
+            raise ValueError(
+                f"checkpoint.start_towers_from={path}: model.kind={config.model.kind} reads no images and no sound; "
+                "use --model.kind=multimodal"
+            )
+        try:
+            folder = TowerFolder(path)
+            found.append(folder.weights(config.model))
+        except ValueError as error:
+            raise ValueError(f"checkpoint.start_towers_from={path}: {error}") from None
+        if changed := folder.differences(config.model):
+            logger.info("the model config differs from that of %s: %s", path, "; ".join(changed))
+    if len({tower.section for tower in found}) < len(found):
         raise ValueError(
-            f"checkpoint.start_vision_from={path}: model.kind={config.model.kind} reads no images; use "
-            "--model.kind=multimodal"
+            f"checkpoint.start_towers_from={','.join(config.checkpoint.start_towers_from)} has two encoders of "
+            "one kind; name one of them"
         )
-    try:
-        folder = TowerFolder(path)
-        found = folder.weights(config.model)
-    except ValueError as error:
-        raise ValueError(f"checkpoint.start_vision_from={path}: {error}") from None
-    if changed := folder.differences(config.model):
-        logger.info("the model config differs from that of %s: %s", path, "; ".join(changed))
     return found
 
 
-def _problems(ours: Model, theirs: Model, of_tower: Collection[str], fresh: tuple[str, ...]) -> list[str]:
-    """How the parameters of the two models differ, apart from those that match `fresh`. of_tower: those that come from
+def _problems(ours: Model, theirs: Model, of_towers: Collection[str], fresh: tuple[str, ...]) -> list[str]:
+    """How the parameters of the two models differ, apart from those that match `fresh`. of_towers: those that come from
     elsewhere, and fit."""
-    needed = {name: shape for name, shape in _shapes(ours).items() if not matches(name, (*fresh, *of_tower))}
-    available = {name: shape for name, shape in _shapes(theirs).items() if not matches(name, (*fresh, *of_tower))}
+    needed = {name: shape for name, shape in _shapes(ours).items() if not matches(name, (*fresh, *of_towers))}
+    available = {name: shape for name, shape in _shapes(theirs).items() if not matches(name, (*fresh, *of_towers))}
     problems = [f"{name} is missing there" for name in needed if name not in available]
     problems += [f"{name} is missing here" for name in available if name not in needed]
     problems += [

@@ -33,9 +33,9 @@ class Row:
     """linear: theirs is [out, in], ours [in, out], several of ours concatenated along out. conv1d: theirs is [in, out].
     by_head: as linear, with rows grouped by key-value head: queries, key, value. within_heads: as linear, with several
     of ours concatenated within each head. taps: a convolution, theirs [channels, 1, taps], ours [taps, *channels],
-    several of ours concatenated along the channels. patches: a convolution of images or frames, theirs [out, colours,
-    (frames,) rows, columns], ours [frames, rows, columns, colours, out]. batched: theirs has three dims,
-    the first ones of size 1, and ours lacks these. same: no change."""
+    several of ours concatenated along the channels. patches: a convolution of images, frames or sound, theirs [out,
+    colours, *places], ours [*places, colours, out]; theirs lacks the first of three places if its size is 1. batched:
+    theirs has three dims, the first ones of size 1, and ours lacks these. same: no change."""
     where: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of our config for which the row applies."""
     first_layer: int = 0
@@ -113,8 +113,8 @@ class Tensor:
         if self.layout == "taps":
             return (sum(part.num_outputs for part in self.parts) // first.shape[0], 1, first.shape[0])
         if self.layout == "patches":
-            frames, rows, columns, colours, width = first.shape
-            return (width, colours, *([frames] if frames > 1 else []), rows, columns)
+            *places, colours, width = first.shape
+            return (width, colours, *places[len(places) == 3 and places[0] == 1 :])
         if self.layout == "batched":
             return (*[1] * (3 - len(first.shape)), *first.shape)
         outputs = sum(part.num_outputs for part in self.parts)
@@ -139,8 +139,8 @@ class Tensor:
             cut = np.split(array[:, 0].T, ends[:-1], axis=-1)
             return tuple(view.reshape(part.shape) for view, part in zip(cut, self.parts, strict=True))
         if self.layout == "patches":
-            frames, rows, columns, colours, width = self.parts[0].shape
-            return (array.reshape(width, colours, frames, rows, columns).transpose(2, 3, 4, 1, 0),)
+            *places, colours, width = self.parts[0].shape
+            return (np.moveaxis(array.reshape(width, colours, *places), (1, 0), (-2, -1)),)
         is_transposed = self.layout != "conv1d" and self.parts[0].num_inputs > 0
         rows = array.swapaxes(-1, -2) if is_transposed else array  # outputs last
         if self.layout == "by_head":

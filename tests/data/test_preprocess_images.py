@@ -12,8 +12,10 @@ import numpy as np
 import PIL.Image
 import pytest
 
+from megajax.audio import wav
 from megajax.data.indexed.dataset import IndexedDataset
 from megajax.data.indexed.images import ImageTable
+from megajax.data.inspect import describe
 from megajax.data.preprocess import main
 from megajax.data.tokenizers.load import load_tokenizer
 from megajax.images.decode import decode
@@ -24,7 +26,7 @@ PARTS = (
     "<begin><image><end>{% else %}{{ c['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-SPECIAL = ["<image>", "<begin>", "<end>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+SPECIAL = ["<image>", "<audio>", "<begin>", "<end>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 COLORS = ["red", "green", "blue", "white", "black"]
 
 
@@ -385,6 +387,62 @@ def test_samples_of_a_tar_are_read_in_place(form, prepare, tmp_path, tokenizer_p
     with tarfile.open(tar) as opened:
         offsets = [info.offset_data for info in opened if info.name.lower().endswith((".png", ".jpg"))]
     assert [table.name(i) for i in range(len(table))] == [f"{tar} at byte {offset}" for offset in offsets]
+
+
+PARTS_WITH_SOUND = PARTS.replace("{% else %}", "{% elif c['type'] == 'audio' %}<audio>{% else %}")
+
+
+def sound(length: int) -> bytes:
+    return wav.encode(np.sin(np.arange(length)))
+
+
+@pytest.mark.parametrize("template", [None, PARTS_WITH_SOUND], ids=["text", "parts"])
+def test_clips_of_sound_stand_beside_images_in_the_order_of_the_text(
+    template, prepare, pictures, tmp_path, tokenizer_path
+):
+    for name, length in (("a", 400), ("b", 1600)):
+        (pictures / f"{name}.wav").write_bytes(sound(length))
+    lines = write_lines(
+        tmp_path / "a.jsonl",
+        {"messages": [
+            user({"type": "audio", "audio": "a.wav"}, text("or"), {"type": "image", "image": "red.png"}), ANSWER]},
+        {"image": "red.png", "audio": ["b.wav", "a.wav"], "conversations": [
+            {"from": "human", "value": "<audio>\n<image>\nor <audio>?"}, {"from": "gpt", "value": "no"}]},
+        {"audio": "b.wav", "question": "Heard?", "answer": "yes"},
+    )  # fmt: skip
+    options = dict(images=pictures, audio_token="<audio>")
+    if template:
+        (tmp_path / "t.jinja").write_text(template)
+        options["chat_template"] = tmp_path / "t.jinja"
+    assert "6 images and clips" in prepare(lines, **options)
+    table = ImageTable(tmp_path / "x")
+    assert table.first.tolist() == [0, 2, 5, 6]
+    assert table.sizes.tolist() == [[400, 0], [4, 6], [1600, 0], [4, 6], [400, 0], [1600, 0]]
+    dataset = IndexedDataset(tmp_path / "x")
+    meta = json.loads((tmp_path / "x.meta.json").read_text())
+    names = {meta["image_id"]: "image", meta["audio_id"]: "audio"}
+    contexts = [dataset.read(int(i)).tolist() for i in dataset.document_indices[:-1]]
+    order = [[names[token] for token in context if token in names] for context in contexts]
+    assert order == [["audio", "image"], ["audio", "image", "audio"], ["audio"]]
+    assert "clips of sound 4, 1.33 per document, median 0.06 s" in describe(dataset)
+
+
+def test_clips_of_a_tar_and_bad_ones(prepare, tmp_path, tokenizer_path):
+    record = as_json({"messages": [user({"type": "audio"}, {"type": "image"}), ANSWER]})
+    tar = write_tar(tmp_path / "a.tar", [("a.png", drawn("red")), ("a.wav", sound(320)), ("a.json", record)])
+    prepare(tar, audio_token="<audio>")
+    assert ImageTable(tmp_path / "x").sizes.tolist() == [[320, 0], [4, 6]]
+    (tmp_path / "bad.wav").write_bytes(sound(100))
+    for record, message in (
+        ({"audio": "bad.wav", "question": "?", "answer": "a"}, "a clip of 100 samples is shorter than 160"),
+        ({"audio": "none.wav", "question": "?", "answer": "a"}, "the clip .*none.wav does not exist"),
+        ({"audio": "bad.wav", "messages": [user(text("?")), ANSWER]}, "0 placeholders of clips, but there are 1 clips"),
+        ({"messages": [user({"type": "input_audio"}), ANSWER]}, "type 'input_audio'; text, image and image_url, audio"),
+    ):
+        assert re.search(message, prepare(write_lines(tmp_path / "a.jsonl", record), audio_token="<audio>"))
+    # without --audio_token, <audio> is text
+    prepare(write_lines(tmp_path / "a.jsonl", {"messages": [user(text("2 < audio>")), ANSWER]}))
+    assert "2 < audio>" in texts(tmp_path / "x", tokenizer_path)[0][0]
 
 
 def test_an_energon_folder_is_its_tars(prepare, tmp_path):

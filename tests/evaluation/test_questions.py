@@ -16,7 +16,7 @@ PIL = pytest.importorskip("PIL.Image")
 class Engine:
     """Answers with the red of the first pixel of the image."""
 
-    image_token = "<image>"
+    media_tokens = {"image": "<image>"}
 
     def __init__(self):
         self.answers = []

@@ -18,7 +18,9 @@ from megajax.inference.config import ServingConfig
 from megajax.inference.engine import Engine
 from megajax.inference.tokens.sampling import Sampling
 from megajax.layers.attention.rope import RopeConfig
+from megajax.media.rows import TEXT
 from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.models.audio_tower import AudioConfig
 from megajax.models.model import Model
 from megajax.models.multimodal import MultimodalConfig
 from megajax.models.tower import TowerConfig
@@ -129,6 +131,9 @@ def trained(name: str, tokens: list[int], pictures, following: list[int]) -> np.
     expanded.tokens[len(expanded.tokens) - len(following) :] = following
     views = [inputs.layouts.rule.pixels(decoded(picture(*of_image))) for of_image in pictures]
     blocks = inputs.blocks_of(sizes, lambda number: views[number])
+    (image_ids,) = expanded.numbers
+    image_index = np.full(len(image_ids), TEXT)
+    image_index[image_ids > 0] = blocks["index"]
     length = 64
 
     def row(array: np.ndarray, value: int = 0) -> np.ndarray:
@@ -138,9 +143,9 @@ def trained(name: str, tokens: list[int], pictures, following: list[int]) -> np.
         "tokens": row(expanded.tokens),
         "labels": row(expanded.tokens[1:]),
         "positions": np.arange(length, dtype=np.int32)[None],
-        "image_index": row(expanded.image_index(blocks["index"]), -1),
+        "image_index": row(image_index, -1),
         "position_ids": row(expanded.positions),
-        "block_ids": row(expanded.image_ids),
+        "block_ids": row(image_ids),
         "patches": blocks["patches"][None],
         "patch_places": blocks["patch_places"][None],
     }
@@ -230,6 +235,17 @@ def test_what_does_not_fit_is_refused():
 # ----------------------------------------------------------------------------- chats
 
 
+def test_a_model_that_also_reads_sound_is_served_without_it():
+    audio = AudioConfig(num_layers=1, embed_dim=8, num_heads=1, mlp_dim=8, frames=4)
+    config = dataclasses.replace(MODELS["squash"], audio=audio, audio_token=51)
+    model = Model(config, FLOAT32)
+    settings = ServingConfig(max_length=96, page_size=4, num_pages=80, max_batch_tokens=24, max_rows=4)
+    served = Engine(model, model.init(1), make_mesh(MeshConfig(), jax.devices()[:1]), None, serving=settings)
+    with pytest.raises(ValueError, match=r"the token 51, which stands for a clip \(model.audio_token\); engines read"):
+        served.submit([1, 51, 2], Sampling())
+    assert len(generated(served, PROMPTS[:1], 2)[0][0]) == 2
+
+
 @pytest.fixture(scope="module")
 def url():
     """Of a server for a model that reads images, whose chat template writes texts."""
@@ -237,7 +253,7 @@ def url():
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     settings = ServingConfig(max_rows=2, max_batch_tokens=32, page_size=16, num_pages=32, max_length=256)
     of_images = Engine(model, model.init(1), mesh, BytesTokenizer(("<image>",)), serving=settings)
-    with serving(of_images, template=ChatTemplate(CHATML, {}, (), "<image>")) as found:
+    with serving(of_images, template=ChatTemplate(CHATML, {}, (), {"image": "<image>"})) as found:
         wait_until(lambda: httpx2.get(found + "/health").status_code == 200)
         yield found
 

@@ -13,11 +13,12 @@ from jax.sharding import NamedSharding
 import megajax
 from megajax.config import Config
 from megajax.data.config import DataConfig
-from megajax.images.layout import NEWLINE
 from megajax.images.rules import ImageRule
+from megajax.media.rows import NEWLINE
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.mesh.sharding import batch_spec
 from megajax.models import pipelined
+from megajax.models.audio_tower import AudioConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import NO_REGULARISERS
 from megajax.models.model import Model
@@ -28,7 +29,7 @@ from megajax.parallel.context import sequence_order
 from megajax.parallel.schedule import make_stages
 from megajax.parameters import named
 from megajax.precision import PrecisionConfig
-from megajax.tasks.conversations import Conversations, answered, changed_images
+from megajax.tasks.conversations import Conversations, answered, changed_media
 from megajax.tasks.language import Language
 from megajax.training.config import TrainingConfig
 from runs import run_of
@@ -45,6 +46,10 @@ MODEL = MultimodalConfig(
 DEEP = dataclasses.replace(
     MODEL, image_attention="bidirectional", vision=dataclasses.replace(TOWER, deep_layers=(0,)), num_layers=2
 )
+SOUND = AudioConfig(
+    num_layers=1, embed_dim=16, num_heads=2, mlp_dim=16, merge=2, positions=9, project_dim=16, blocks=8, frames=8
+)
+BOTH = dataclasses.replace(MODEL, audio=SOUND, audio_token=1)
 FLOAT32 = PrecisionConfig(compute="float32")
 
 
@@ -54,7 +59,7 @@ OF_LOSS = ("labels", "loss_weights")
 @functools.cache
 def make_batch() -> dict[str, np.ndarray]:
     """Each row has two images of 4 x 4 patches, in two of its 8 blocks; the text has them in the other order, and one
-    newline."""
+    newline. It has two clips of 13 mel frames in the same way."""
     rng = np.random.default_rng(0)
     batch = {
         "tokens": rng.integers(0, VOCAB, (B, T), np.int32),
@@ -66,7 +71,11 @@ def make_batch() -> dict[str, np.ndarray]:
         "patch_places": np.zeros((B, 8, 16, 5), np.int32),
         "image_index": np.full((B, T), -1, np.int32),
         "block_ids": np.zeros((B, T), np.int32),
+        "frames": np.zeros((B, 8, 8, 400), np.float32),
+        "frame_places": np.zeros((B, 8, 8, 3), np.int32),
+        "audio_index": np.full((B, T), -1, np.int32),
     }
+    layouts = SOUND.layouts
     places = [(block // 2 * 2 + at // 2, block % 2 * 2 + at % 2) for block in range(4) for at in range(4)]
     for row in range(B):
         parts = rng.permutation(8)[:2]
@@ -77,6 +86,11 @@ def make_batch() -> dict[str, np.ndarray]:
             batch["image_index"][row, start : start + 4] = 4 * part + np.arange(4)
             batch["block_ids"][row, start : start + 4] = start
         batch["image_index"][row, 24] = NEWLINE
+        parts = rng.permutation(8)[:2]
+        for start, part in zip((9, 26), reversed(parts), strict=True):
+            batch["frames"][row, part, :7] = layouts.rows(rng.normal(0, 1, (13, 80)))
+            batch["frame_places"][row, part, :7] = [(1, place, 13) for place in range(7)]
+            batch["audio_index"][row, start : start + 4] = 4 * part + np.arange(4)
     return batch
 
 
@@ -123,12 +137,14 @@ def on_one_device(config: MultimodalConfig):
         (dict(context=2, tensor=2, data=2), dict(scan_layers=True, recompute="full")),
         (dict(pipeline=2, tensor=2, context=2), {}),
         (dict(context=2, tensor=2, fsdp=2), dict(context_attention="all_to_all", model="deep")),
+        (dict(pipeline=2, tensor=2, context=2), dict(model="both")),
     ],
     ids=str,
 )
 def test_every_mesh_gives_the_same_loss_and_gradients(sizes, how):
-    """deep: also with deep layers, and images that see themselves."""
-    model = DEEP if how.pop("model", "") else MODEL
+    """deep: also with deep layers, and images that see themselves; both: images and sound."""
+    how = dict(how)
+    model = {"deep": DEEP, "both": BOTH, "images": MODEL}[how.pop("model", "images")]
     loss, gradients = on_one_device(model)
     found, on_mesh = loss_and_gradients(model, sizes, **how)
     np.testing.assert_allclose(found, loss, rtol=1e-6)
@@ -165,6 +181,16 @@ def test_a_frozen_tower_does_not_change_and_has_no_optimizer_state(tmp_path, mon
     assert not held
 
 
+def test_controls_change_the_media_of_each_kind():
+    batch = make_batch()
+    found = changed_media(batch)
+    assert found.keys() == {"exchanged", "grey", "silent"}
+    np.testing.assert_array_equal(found["exchanged"]["frames"][1], batch["frames"][0])
+    np.testing.assert_array_equal(found["exchanged"]["patch_places"][0], batch["patch_places"][-1])
+    assert (found["silent"]["frames"] == -1.5).all() and found["silent"]["patches"] is batch["patches"]
+    assert (found["grey"]["patches"] == 128).all() and found["grey"]["frames"] is batch["frames"]
+
+
 def test_answers_count_whole_conversations():
     class Module:
         def log_probs(self, h, labels):
@@ -178,11 +204,11 @@ def test_answers_count_whole_conversations():
     likely = jnp.array([[0, 6, 7, 8, 0, 0, 0, 0]])  # the first conversation is right, the third has no answer
     right, counted = answered(Module(), likely, batch)
     assert (float(right), float(counted)) == (1, 2)
-    assert changed_images(batch) == {}
+    assert changed_media(batch) == {}
 
 
 @pytest.mark.parametrize("fields, mesh, message", [
-    (dict(vision=TowerConfig()), {}, "model.vision.num_layers=0 with model.kind=multimodal"),
+    (dict(vision=TowerConfig()), {}, "model.audio.num_layers=0 with model.kind=multimodal"),
     (dict(vision=dataclasses.replace(TOWER, blocks=3)), dict(tensor=2), "vision.blocks=3 must be a multiple of 2"),
     (dict(vision=dataclasses.replace(TOWER, patches=18)), {}, "patches=18 is no multiple of the 4 patches"),
     (dict(vision=dataclasses.replace(TOWER, window=3)), {}, "window=3 is no multiple of model.vision.image.merge=2"),
@@ -190,6 +216,10 @@ def test_answers_count_whole_conversations():
     (dict(vision=dataclasses.replace(TOWER, deep_layers=(0,))), dict(pipeline=2), "with model.vision.deep_layers"),
     (dict(image_attention="bidirectional"), dict(context=2), "use --execution.context_attention=all_to_all"),
     (dict(mtp_layers=1), {}, "model.mtp_layers=1 is not supported"),
+    (dict(audio=SOUND), {}, "model.image_token=0 and model.audio_token=0: each kind needs a token of its own"),
+    (dict(audio=dataclasses.replace(SOUND, blocks=1), audio_token=1), dict(tensor=2), "audio.blocks=1 must be a multi"),
+    (dict(audio=dataclasses.replace(SOUND, frames=9), audio_token=1), {}, "audio.frames=9 is no multiple of the 2"),
+    (dict(audio=dataclasses.replace(SOUND, embed_dim=9, num_heads=1), audio_token=1), {}, "embed_dim=9 must be even"),
 ])  # fmt: skip
 def test_contradictions_are_refused(fields, mesh, message):
     with pytest.raises(ValueError, match=message):

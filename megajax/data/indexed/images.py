@@ -1,4 +1,5 @@
-"""`PREFIX.images`: which images the documents of `PREFIX.bin` and `PREFIX.idx` have, and where their bytes lie.
+"""`PREFIX.images`: which images and clips of sound the documents of `PREFIX.bin` and `PREFIX.idx` have, in the order of
+the text, and where their bytes lie. An image here is either.
 
 Images stay where they are: each is a file, or a part of one, such as a member of a tar. The file is five arrays of
 numpy's format (.npy), one after another, for D documents and I images in F files:
@@ -6,7 +7,7 @@ numpy's format (.npy), one after another, for D documents and I images in F file
 | array | content |
 |---|---|
 | int64 [D + 1] | boundaries of the documents, in images, starting with 0 |
-| int32 [I, 2] | height and width in pixels, upright by the EXIF orientation |
+| int32 [I, 2] | height and width in pixels, upright by the EXIF orientation; of a clip its samples and 0 |
 | int64 [I, 3] | number of the file, offset in it and size in bytes; of a whole file, 0 and its size |
 | int64 [F, 2] | end of the file's name in the array below, size of the file in bytes |
 | uint8 | names of the files, UTF-8: relative to the folder of PREFIX if they share more than the root with it |
@@ -37,7 +38,7 @@ COLUMNS = {
 
 
 class ImagePlace(NamedTuple):
-    """Where the bytes of an image lie, and its size in pixels."""
+    """Where the bytes of an image lie, and its size in pixels; of a clip of sound the number of samples and 0."""
 
     path: str
     offset: int

@@ -14,6 +14,7 @@ from megajax.data.indexed.images import ImagePlace
 from megajax.data.prepare.read_input import Batch, Document, Reader, read_file
 from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.data.worker_process import end_with_parent
+from megajax.media.kinds import Kind
 
 BATCHES_PER_WORKER = 4
 
@@ -56,7 +57,7 @@ class Encoder:
         self.reader = reader
         self.end = [tokenizer.eod_id] if append_eod and tokenizer.eod_id is not None else []
         self.dtype = token_dtype(tokenizer.vocab_size)
-        self.image_id = image_id(tokenizer, reader.image_token) if reader.image_token else None
+        self.media_ids = {kind: media_id(tokenizer, kind, token) for kind, token in reader.media_tokens.items()}
 
     def __call__(self, batch: Batch) -> list[Encoded]:
         if batch.records is None:
@@ -93,8 +94,8 @@ class Encoder:
                 raise ValueError(f"{where}: {error}") from None
             if not is_conversation:
                 sequences = [ids for ids in sequences if ids]
-            if self.image_id is not None:
-                _check_images(sequences, self.image_id, len(document.images), where)
+            for kind, token in self.media_ids.items():
+                _check_media(sequences, kind, token, document.kinds.count(kind), where)
             # a template may have written the end itself
             if sequences and not (is_conversation and sequences[-1][-1:] == self.end):
                 sequences = [*sequences[:-1], [*sequences[-1], *self.end]]
@@ -124,23 +125,23 @@ class Encoder:
         )
 
 
-def image_id(tokenizer: Tokenizer, image_token: str) -> int:
-    """Raises ValueError if the tokenizer does not write exactly one id for the image token."""
-    ids = tokenizer.encode_template(image_token)
+def media_id(tokenizer: Tokenizer, kind: Kind, token: str) -> int:
+    """Raises ValueError if the tokenizer does not write exactly one id for the token of a kind of media."""
+    ids = tokenizer.encode_template(token)
     if len(ids) != 1:
         raise ValueError(
-            f"--image_token={image_token} is {len(ids)} tokens of this tokenizer; name one of its special tokens, such "
+            f"--{kind.token}={token} is {len(ids)} tokens of this tokenizer; name one of its special tokens, such "
             "as <image> or <|image_pad|>"
         )
     return ids[0]
 
 
-def _check_images(sequences: list[list[int]], token: int, num_images: int, where: str) -> None:
+def _check_media(sequences: list[list[int]], kind: Kind, token: int, count: int, where: str) -> None:
     found = sum(ids.count(token) for ids in sequences)
-    if found != num_images:
+    if found != count:
         raise ValueError(
-            f"{where}: the chat template wrote {found} image tokens for {num_images} images; use one that writes the "
-            "token once for each part of type image"
+            f"{where}: the chat template wrote {found} {kind.name} tokens for {count} {kind.plural}; use one that "
+            f"writes the token once for each part of type {kind.name}"
         )
 
 

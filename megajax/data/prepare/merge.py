@@ -121,7 +121,7 @@ def verify(prefix: str) -> str:
             f"{prefix}.bin: its sha256 is {digest.hexdigest()}, {prefix}.meta.json says {meta['sha256']}; the tokens "
             "have been changed or damaged: copy or build it again"
         )
-    images = f"{_verify_images(prefix, meta):,} images, " if "image_token" in meta else ""
+    images = f"{_verify_images(prefix, meta):,} images, " if "num_images" in meta else ""
     return (
         f"{prefix}: OK, {num_tokens:,} tokens of {counts['num_documents']:,} documents, {images}sha256 {meta['sha256']}"
     )

@@ -18,11 +18,12 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from megajax.data.indexed.images import ImagePlace
-from megajax.data.prepare.image_records import ImageSource, conversation, find_file, place_of
+from megajax.data.prepare.image_records import MediaSource, conversation, find_file, place_of
 from megajax.data.prepare.json_array import JsonArray
 from megajax.data.prepare.sentences import split_sentences
 from megajax.data.prepare.tar_samples import TarSample, tar_samples
 from megajax.data.tokenizers.chat_template import ChatTemplate
+from megajax.media.kinds import IMAGE, KINDS, Kind
 
 # Size of a batch, the unit of work of a worker: this many bytes of lines, or of whole files.
 BATCH_BYTES = 1 << 20
@@ -45,6 +46,9 @@ class Document(NamedTuple):
     texts: list[list[str]]
     """For each key: the sequences."""
     images: tuple[ImagePlace, ...] = ()
+    """Its media, of all kinds."""
+    kinds: tuple[Kind, ...] = ()
+    """Of each of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +70,8 @@ class Batch:
 class Reader:
     """Batch -> its documents.
 
-    Conversations have images if the template has an image token. image_folder: of the paths in records; None: the
-    folder of the record's file.
+    Conversations have media of the kinds of which the template has a token. image_folder: of the paths in records;
+    None: the folder of the record's file.
     """
 
     json_keys: tuple[str, ...] = ("text",)
@@ -77,19 +81,20 @@ class Reader:
     image_folder: str | None = None
 
     @property
-    def image_token(self) -> str | None:
-        return self.template.image_token if self.template else None
+    def media_tokens(self) -> dict[Kind, str]:
+        found = self.template.media_tokens if self.template else {}
+        return {kind: found[kind.name] for kind in KINDS if kind.name in found}
 
     @property
     def batch_bytes(self) -> int:
-        return IMAGE_BATCH_BYTES if self.image_token else BATCH_BYTES
+        return IMAGE_BATCH_BYTES if self.media_tokens else BATCH_BYTES
 
     def kind_of(self, path: str) -> str:
         """jsonl, json, parquet, tar or text."""
         name = path.removesuffix(".gz").removesuffix(".zst")
         if name.endswith(".json") and self.form == "conversations":
             return "json"
-        if path.endswith(".tar") and self.image_token:
+        if path.endswith(".tar") and self.media_tokens:
             return "tar"
         return "jsonl" if name.endswith(".jsonl") else "parquet" if path.endswith(".parquet") else "text"
 
@@ -107,8 +112,8 @@ class Reader:
             raise ValueError(f"--json_keys={list(self.json_keys)} must be distinct names, at least one")
         if self.form == "conversations" and len(self.json_keys) > 1:
             raise ValueError(f"--json_keys={list(self.json_keys)}: --conversations reads one key; name one")
-        if self.image_token:
-            self._check_images(files)
+        if self.media_tokens:
+            self._check_media(files)
         plain = [path for path in files if self.kind_of(path) == "text"]
         if plain and (self.form == "conversations" or len(self.json_keys) > 1):
             what = "--conversations" if self.form == "conversations" else "--json_keys with several names"
@@ -118,14 +123,14 @@ class Reader:
             if named and importlib.util.find_spec(package) is None:
                 raise ValueError(f"{named[0]} needs the package {package}; pip install 'megajax[data]'")
 
-    def _check_images(self, files: Sequence[str]) -> None:
+    def _check_media(self, files: Sequence[str]) -> None:
         wrong = [path for path in files if self.kind_of(path) in ("text", "parquet")]
         if wrong:
             raise ValueError(
-                f"--image_token: {wrong[0]} is no .jsonl, .json or .tar; decompress a .tar first, whose images are "
-                "read in place"
+                f"--{next(iter(self.media_tokens)).token}: {wrong[0]} is no .jsonl, .json or .tar; decompress a .tar "
+                "first, whose images are read in place"
             )
-        if importlib.util.find_spec("PIL") is None:
+        if IMAGE in self.media_tokens and importlib.util.find_spec("PIL") is None:
             raise ValueError("--image_token needs the package Pillow; pip install 'megajax[images]'")
 
     def documents(self, path: str, records: Records, first: int) -> Iterator[tuple[Callable[[], Document], str]]:
@@ -155,8 +160,8 @@ class Reader:
                 record = json.loads(text)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where}: not JSON ({error})") from None
-        if self.image_token:
-            return self._with_images(record, path, where)
+        if self.media_tokens:
+            return self._with_media(record, path, where)
         if self.form == "conversations":
             messages = self._messages(record, where)
             return Document([self._spans(messages, record.get("tools"), where)])
@@ -174,19 +179,26 @@ class Reader:
     def _sequences(self, text: str) -> list[str]:
         return split_sentences(text) if self.form == "sentences" else [text]
 
-    def _with_images(self, record: Any, path: str, where: str) -> Document:
+    def _with_media(self, record: Any, path: str, where: str) -> Document:
         try:
-            sources = []
+            kinds = tuple(self.media_tokens)
+            beside: dict[Kind, list[MediaSource]] = {}
             if isinstance(record, TarSample):
-                sources = record.images()
+                beside = {kind: record.media(kind) for kind in kinds}
                 record = record.record(self.max_document_bytes)
-            messages, paths = conversation(record, len(sources))
+            counts = {kind: len(sources) for kind, sources in beside.items()}
+            messages, media = conversation(record, kinds, counts if any(counts.values()) else None)
             folder = os.path.dirname(path) if self.image_folder is None else self.image_folder
-            sources = sources or [ImageSource(find_file(folder, name)) for name in paths]
-            places = tuple(place_of(source, self.max_document_bytes) for source in sources)
+            following = {kind: iter(sources) for kind, sources in beside.items()}
+            places = []
+            for kind, name in media:
+                source = next(following[kind]) if name is None else MediaSource(find_file(folder, name, kind))
+                places.append(place_of(source, self.max_document_bytes, kind))
         except (ValueError, OSError) as error:
             raise ValueError(f"{where}: {error}") from None
-        return Document([self._spans(messages, record.get("tools"), where)], places)
+        return Document(
+            [self._spans(messages, record.get("tools"), where)], tuple(places), tuple(kind for kind, _ in media)
+        )
 
     def _messages(self, record: Any, where: str) -> list[dict]:
         messages = _field(record, self.json_keys[0], where)

@@ -1,7 +1,8 @@
 """Samples of WebDataset tars, which Energon folders consist of: members with the same name up to its first dot.
 
-`x.json` holds the record, or `x.txt` the caption; the images of a sample are its image files, in the order of the tar.
-Only the headers of the tar are read here. Images are not copied: they are found again by offset and size.
+`x.json` holds the record, or `x.txt` the caption; the images of a sample are its image files, in the order of the tar,
+its clips of sound the .wav files. Only the headers of the tar are read here. Images and clips are not copied: they are
+found again by offset and size.
 """
 
 import json
@@ -10,9 +11,10 @@ import tarfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from megajax.data.prepare.image_records import ImageSource
+from megajax.data.prepare.image_records import MediaSource
+from megajax.media.kinds import AUDIO, IMAGE, Kind
 
-IMAGE_SUFFIXES = {"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm"}
+SUFFIXES = {IMAGE: {"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm"}, AUDIO: {"wav"}}
 
 
 class Member(NamedTuple):
@@ -28,9 +30,9 @@ class TarSample(NamedTuple):
     key: str
     members: tuple[Member, ...]
 
-    def images(self) -> list[ImageSource]:
-        found = [member for member in self.members if member.suffix in IMAGE_SUFFIXES]
-        return [ImageSource(self.path, member.offset, member.num_bytes) for member in found]
+    def media(self, kind: Kind) -> list[MediaSource]:
+        found = [member for member in self.members if member.suffix in SUFFIXES[kind]]
+        return [MediaSource(self.path, member.offset, member.num_bytes) for member in found]
 
     def record(self, max_bytes: int) -> Any:
         """Of the json member; a txt member is its caption. Raises ValueError if neither can be read."""

@@ -42,8 +42,9 @@ def preprocess(
     an empty text for one key becomes a document without sequences there. Input without any text is refused
     (ValueError). progress: called with the number of input bytes done.
 
-    With a template that has an image token, conversations have images, and `PREFIX.images` says which. image_folder:
-    see Reader. Images are read, and one that is missing or damaged counts as a document that cannot be read.
+    With a template that has tokens of media, conversations have images or clips, and `PREFIX.images` says which.
+    image_folder: see Reader. They are read, and one that is missing or damaged counts as a document that cannot be
+    read.
     """
     if form == "conversations":
         template = template or load_chat_template(tokenizer)
@@ -55,7 +56,7 @@ def preprocess(
     digests: dict[int, str] = {}
     with contextlib.ExitStack() as stack:
         writers = [stack.enter_context(IndexedDatasetWriter(prefix, encoder.dtype)) for prefix in prefixes]
-        image_writers = [stack.enter_context(ImageTableWriter(output_prefix))] if reader.image_token else []
+        image_writers = [stack.enter_context(ImageTableWriter(output_prefix))] if reader.media_tokens else []
         batches = read_batches(files, reader, digests)
         results = stack.enter_context(contextlib.closing(encode_in_order(batches, encoder, num_workers)))
         for batch, encoded in results:
@@ -82,13 +83,14 @@ def preprocess(
         "form": form,
         "chat_template": template.identity if template else None,
     }
-    if reader.image_token:
+    if reader.media_tokens:
         table = ImageTable(output_prefix)
-        facts |= {"image_token": reader.image_token, "image_id": encoder.image_id, "num_images": len(table)}
-        facts |= {"images_sha256": table.fingerprint()}
+        for kind, token in reader.media_tokens.items():
+            facts |= {kind.token: token, f"{kind.name}_id": encoder.media_ids[kind]}
+        facts |= {"num_images": len(table), "images_sha256": table.fingerprint()}
     metas = {}
     for prefix in prefixes:
-        if not reader.image_token and os.path.exists(image_table_path(prefix)):
+        if not reader.media_tokens and os.path.exists(image_table_path(prefix)):
             os.remove(image_table_path(prefix))  # of the dataset that this one replaces
     for prefix, key, writer, count in zip(prefixes, json_keys, writers, counts, strict=True):
         inputs = [

@@ -54,13 +54,16 @@ NUM_CONVERSATIONS = 20_000
 
 class MockConversations:
     """Same interface as IndexedDataset: conversations of a question, 4 to 16 tokens, and an answer, 4 to 12 tokens, the
-    last of them eod_id. images: None, or with an image token those that the questions begin with."""
+    last of them eod_id. images: None, or with an image token those that the questions begin with. reserved: ids that no
+    text has."""
 
     prefix = "mock conversations"
     dtype = np.dtype(np.int64)
 
-    def __init__(self, vocab_size: int, eod_id: int | None, image_token: int | None = None):
-        self._arguments = vocab_size, eod_id, image_token
+    def __init__(
+        self, vocab_size: int, eod_id: int | None, image_token: int | None = None, reserved: tuple[int, ...] = ()
+    ):
+        self._arguments = vocab_size, eod_id, image_token, reserved
         rng = np.random.default_rng(SEED)
         questions = rng.integers(4, 17, NUM_CONVERSATIONS, dtype=np.int32)
         answers = rng.integers(4, 13, NUM_CONVERSATIONS, dtype=np.int32)
@@ -79,10 +82,9 @@ class MockConversations:
 
     def read(self, sequence: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """As IndexedDataset.read."""
-        vocab_size, eod_id, image_token = self._arguments
+        vocab_size, eod_id, image_token, reserved = self._arguments
         tokens = np.random.default_rng((SEED, sequence)).integers(0, vocab_size, int(self.lengths[sequence]))
-        if image_token is not None:
-            tokens[tokens == image_token] = (image_token + 1) % vocab_size
+        tokens[np.isin(tokens, reserved)] = next(token for token in range(vocab_size) if token not in reserved)
         if sequence % 2 == 0 and image_token is not None:
             tokens[0] = image_token
         if sequence % 2 == 1 and eod_id is not None:

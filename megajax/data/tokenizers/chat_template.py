@@ -39,10 +39,10 @@ class ChatTemplate:
     text in other forms, such as `User:`, the author cannot be determined. Pickles as its arguments. Raises ValueError
     if the template cannot be compiled. Time and memory of a rendering are limited (megajax/data/tokenizers/sandbox.py).
 
-    image_token: written once (image_text says how) for each part {"type": "image"} of a message whose content is a list
-    of parts. A template that writes this token itself, as those of vision-language models do, gets all contents as
-    lists. Any other gets them as text, in which an image is the token, and a newline if something follows. None:
-    contents are passed on.
+    media_tokens: of kinds of media by their names; written once (image_text says how) for each part such as {"type":
+    "image"} or {"type": "audio"} of a message whose content is a list of parts. A template that writes these tokens
+    itself, as those of vision-language models do, gets all contents as lists. Any other gets them as text, in which a
+    medium is its token, and a newline if something follows. None or empty: contents are passed on.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ChatTemplate:
         source: str,
         variables: Mapping[str, str],
         special_tokens: Iterable[str],
-        image_token: str | None = None,
+        media_tokens: Mapping[str, str] | None = None,
     ):
         try:
             import jinja2
@@ -60,10 +60,10 @@ class ChatTemplate:
             raise ValueError("chat templates need the package jinja2; pip install 'megajax[data]'") from None
         self.source = source
         self.variables = dict(variables)
-        self.image_token = image_token
-        self._marker, self._image_text = image_text(image_token) if image_token else ("", "")
-        of_images = [image_token, self._marker] if image_token else []
-        self.special_tokens = tuple(dict.fromkeys([*special_tokens, *of_images]))
+        self.media_tokens = dict(media_tokens or {})
+        self._marks = {name: image_text(token) for name, token in self.media_tokens.items()}
+        of_media = [*self.media_tokens.values(), *(marker for marker, _ in self._marks.values())]
+        self.special_tokens = tuple(dict.fromkeys([*special_tokens, *of_media]))
         text = json.dumps([source, self.variables], sort_keys=True)
         self.identity = hashlib.sha256(text.encode()).hexdigest()
         extensions = ["jinja2.ext.loopcontrols", Generation]
@@ -77,10 +77,10 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ValueError(f"chat template: {' '.join(str(error).split())}") from None
         self._takes_parts = True
-        self._takes_parts = image_token is not None and self._writes(self._marker)
+        self._takes_parts = bool(self._marks) and self._writes_marks()
 
     def __reduce__(self):
-        return type(self), (self.source, self.variables, self.special_tokens, self.image_token)
+        return type(self), (self.source, self.variables, self.special_tokens, self.media_tokens)
 
     def render(self, messages: Sequence[Mapping], *, tools: Any = None, add_generation_prompt: bool = False) -> str:
         """add_generation_prompt: end with the text before an answer. Raises ValueError if the template or a message
@@ -91,15 +91,17 @@ class ChatTemplate:
         return self._finished(text)
 
     def _finished(self, text: str) -> str:
-        """With what stands for an image in the place of its marker."""
+        """With what stands for a medium in the place of its marker."""
         text = str.__str__(text)
-        return text.replace(self._marker, self._image_text) if self._marker else text
+        for marker, written in self._marks.values():
+            text = text.replace(marker, written)
+        return text
 
     def _render(self, messages: Sequence[Mapping], tools: Any, add_generation_prompt: bool) -> "Text":
         from megajax.data.tokenizers.provenance import Text, literal
         from megajax.data.tokenizers.sandbox import TooMuch, limited
 
-        messages = [self._with_parts(message) for message in messages] if self.image_token else messages
+        messages = [self._with_parts(message) for message in messages] if self._marks else messages
         messages = [
             {**message, "role": literal(message["role"])} if message.get("role") in ROLES else message
             for message in messages
@@ -128,16 +130,17 @@ class ChatTemplate:
             return message
         pieces = []
         for number, part in enumerate(content, 1):
-            is_image = part["type"] == "image"
-            pieces.append(literal(self._marker) if is_image else part["text"])
-            pieces.append("\n" if is_image and number < len(content) else "")
+            mark = self._marks.get(part["type"])
+            pieces.append(part["text"] if mark is None else literal(mark[0]))
+            pieces.append("\n" if mark is not None and number < len(content) else "")
         return {**message, "content": join(pieces)}
 
-    def _writes(self, marker: str) -> bool:
-        """Whether the template writes the marker for the image of a message."""
-        message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}
+    def _writes_marks(self) -> bool:
+        """Whether the template writes the marker of each kind for such a part of a message."""
+        content = [*({"type": name} for name in self._marks), {"type": "text", "text": "?"}]
         try:
-            return self._render([message], None, False).count(marker) == 1
+            text = self._render([{"role": "user", "content": content}], None, False)
+            return all(text.count(marker) == 1 for marker, _ in self._marks.values())
         except ValueError:  # from a template that expects text
             return False
 
@@ -223,14 +226,16 @@ def image_text(image_token: str) -> tuple[str, str]:
     return IMAGE_TEXTS.get(image_token, (image_token, image_token))
 
 
-def load_chat_template(tokenizer: Tokenizer, path: str | None = None, image_token: str | None = None) -> ChatTemplate:
+def load_chat_template(
+    tokenizer: Tokenizer, path: str | None = None, media_tokens: Mapping[str, str] | None = None
+) -> ChatTemplate:
     """The template in the file `path`; None: the one next to the tokenizer (chat_template.jinja, or `chat_template` of
-    one of TEMPLATE_FILES), else CHATML. image_token: what ChatTemplate writes for an image."""
-    return find_chat_template(tokenizer, path, image_token) or _template(tokenizer, CHATML, image_token)
+    one of TEMPLATE_FILES), else CHATML. media_tokens: what ChatTemplate writes for media."""
+    return find_chat_template(tokenizer, path, media_tokens) or _template(tokenizer, CHATML, media_tokens)
 
 
 def find_chat_template(
-    tokenizer: Tokenizer, path: str | None = None, image_token: str | None = None
+    tokenizer: Tokenizer, path: str | None = None, media_tokens: Mapping[str, str] | None = None
 ) -> ChatTemplate | None:
     """Like load_chat_template, but None for a tokenizer without a template."""
     file = tokenizer.path
@@ -247,8 +252,8 @@ def find_chat_template(
             raise ValueError(f"--chat_template={path}: the file does not exist")
         with open(path, encoding="utf-8") as template:
             source = template.read()
-    return _template(tokenizer, source, image_token) if source else None
+    return _template(tokenizer, source, media_tokens) if source else None
 
 
-def _template(tokenizer: Tokenizer, source: str, image_token: str | None) -> ChatTemplate:
-    return ChatTemplate(source, configured_tokens(tokenizer.path), tokenizer.special_tokens, image_token)
+def _template(tokenizer: Tokenizer, source: str, media_tokens: Mapping[str, str] | None) -> ChatTemplate:
+    return ChatTemplate(source, configured_tokens(tokenizer.path), tokenizer.special_tokens, media_tokens)

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megajax.images.layout import TEXT
 from megajax.inference.device.image_features import EncodeBatch, ImageFeatures
 from megajax.inference.device.programs import (
     Chooser,
@@ -25,6 +24,7 @@ from megajax.inference.shapes import fitting
 from megajax.inference.shapes import sizes as sizes_between
 from megajax.inference.tokens.sampling import PROMPT_TOKEN, RowSampling, Sampling
 from megajax.layers.attention.kv_cache import PoolSizes
+from megajax.media.rows import TEXT
 
 MIN_CHUNK = 16  # tokens of the smallest prefill program
 GPU_MIN_CHUNK = 64  # the same on a GPU, where so few tokens take the time of reading the weights

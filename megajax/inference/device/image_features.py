@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megajax.images.layout import NEWLINE
-from megajax.images.rows import ImageInputs
 from megajax.inference.scheduling.images import PromptImage
 from megajax.inference.shapes import fitting, power_of_two
 from megajax.inference.shapes import sizes as sizes_between
+from megajax.media.rows import NEWLINE, MediaInputs
 
 MIN_PATCHES = 64  # of the smallest block
 WARM_PATCHES = 4096  # of the largest block that a warm-up compiles, if images have any size
@@ -33,7 +32,7 @@ class EncodeBatch(NamedTuple):
 class ImageFeatures:
     """Which slots have the features of which images."""
 
-    def __init__(self, inputs: ImageInputs, num_slots: int, num_parts: int):
+    def __init__(self, inputs: MediaInputs, num_slots: int, num_parts: int):
         """num_parts: devices that share the views of a call."""
         self.inputs = inputs
         self.num_slots = num_slots
@@ -75,12 +74,8 @@ class ImageFeatures:
 
     def shapes(self) -> list[tuple[int, int]]:
         """Of the calls that a warm-up compiles: (views, patches of each). Larger images compile more."""
-        rule = self.inputs.layouts.rule
-        if rule.resize in ("pixels", "patches"):
-            sizes = sizes_between(MIN_PATCHES, WARM_PATCHES)
-        else:
-            layout = self.inputs.layouts.of(rule.size, rule.size)
-            sizes = [_size_of_block(int(np.diff(layout.bounds).max()))]
+        size = self.inputs.layouts.view_size
+        sizes = sizes_between(MIN_PATCHES, WARM_PATCHES) if size is None else [_size_of_block(size)]
         return [(count, size) for count in self._views for size in sizes]
 
     def _allocate(self, image: PromptImage, kept: Iterable[bytes]) -> None:
@@ -107,9 +102,8 @@ class ImageFeatures:
         return batch
 
     def empty(self, count: int, size: int) -> EncodeBatch:
-        values = self.inputs.layouts.rule.patch_size**2 * 3
         return EncodeBatch(
-            np.zeros((1, count, size, values), np.uint8),
+            np.zeros((1, count, size, self.inputs.layouts.value_dim), np.uint8),
             np.zeros((1, count, size, 5), np.int32),
             np.full(count * size // self.inputs.merged, self.num_slots, np.int32),
         )

@@ -15,6 +15,7 @@ import numpy as np
 
 from megajax.inference.tokens.sampling import A, Logprobs, RowSampling, unpacked
 from megajax.layers.attention.kv_cache import Places, PoolSizes
+from megajax.media.kinds import IMAGE
 from megajax.mesh.sharding import constrain, replicated
 from megajax.models.interface import AnyModule
 from megajax.models.model import Model
@@ -167,7 +168,7 @@ def prefill(
     places = Places(slots, positions, row_numbers, batch.table_P[None], batch.lower_T[None], batch.upper_T[None], ahead)
     inputs = {"tokens": batch.tokens_T[None], "positions": positions}
     if batch.image_T is not None:
-        inputs |= {"image_index": batch.image_T[None], "features": features}
+        inputs |= {IMAGE.index: batch.image_T[None], IMAGE.features: features}
     if batch.position_ids_T3 is not None:
         inputs["position_ids"] = batch.position_ids_T3[None]
     caches = _at(caches, places)

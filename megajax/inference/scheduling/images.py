@@ -10,9 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megajax.images.decode import decode
-from megajax.images.layout import TEXT, Layout
-from megajax.images.rows import ImageInputs
+from megajax.media.rows import TEXT, Layout, MediaInputs, ordered
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,17 +32,13 @@ class PromptImage:
         return len(self.layout.index)
 
 
-def read_image(data: bytes, inputs: ImageInputs, name: str = "image") -> PromptImage:
+def read_image(data: bytes, inputs: MediaInputs, name: str = "image") -> PromptImage:
     """The bytes of an image file. Raises ValueError, naming it, if it cannot be read or its size is refused."""
-    image = decode(data, name)
-    try:
-        layout = inputs.layouts.of(image.height, image.width)
-        views = inputs.layouts.rule.pixels(image)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-    patches = inputs.layouts.pixels(layout, views)
+    (height, width), views = inputs.layouts.read(data, name)
+    layout = inputs.layouts.of(height, width)
+    patches = ordered(inputs.layouts, layout, views)
     digest = hashlib.blake2b(patches.tobytes() + layout.places.tobytes(), digest_size=16).digest()
-    return PromptImage(image.height, image.width, digest, layout, patches, len(patches) // inputs.merged)
+    return PromptImage(height, width, digest, layout, patches, len(patches) // inputs.merged)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,7 +84,7 @@ class PromptImages:
 
 
 def with_images(
-    prompt: Sequence[int], images: Sequence[PromptImage], inputs: ImageInputs
+    prompt: Sequence[int], images: Sequence[PromptImage], inputs: MediaInputs
 ) -> tuple[list[int], PromptImages]:
     """The tokens of a prompt, in which inputs.token stands for each image -> (the tokens of the engine, their images).
 
@@ -98,15 +92,16 @@ def with_images(
     """
     sizes = np.array([(image.height, image.width) for image in images], np.int32).reshape(-1, 2)
     expanded = inputs.expanded(np.array(prompt, np.int32), sizes)
+    (numbers_T,) = expanded.numbers
     tokens = expanded.tokens.copy()
     places = np.full(len(tokens), TEXT, np.int32)
     for number, image in enumerate(images, 1):
-        here = expanded.image_ids == number
+        here = numbers_T == number
         places[here] = image.layout.index
         tokens[here] = _numbers(image)
     # The last token is text: a prompt that ends with an image is followed by the largest of its positions.
     delta = int(expanded.positions.max()) + 1 - len(tokens)
-    return tokens.tolist(), PromptImages(tuple(images), expanded.image_ids, places, expanded.positions, delta)
+    return tokens.tolist(), PromptImages(tuple(images), numbers_T, places, expanded.positions, delta)
 
 
 def _numbers(image: PromptImage) -> np.ndarray:

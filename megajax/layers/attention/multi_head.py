@@ -40,6 +40,8 @@ class AttentionConfig(BranchConfig):
     """None: num_heads."""
     head_dim: int
     qkv_bias: bool = False
+    key_bias: bool = True
+    """Whether qkv_bias is also of the keys (Whisper: no)."""
     out_bias: bool = False
     qk_norm: NormConfig | None = None
     qk_norm_scope: Literal["head", "all_heads"] = "head"
@@ -202,7 +204,8 @@ class Attention(nnx.Module):
         self.value = Linear((D,), (K, H), ("embed", "kv_heads", "head_dim"), config.init_std, rngs=rngs)
         self.out = Linear((N, H), (D,), ("heads", "head_dim", "embed"), config.out_init_std, rngs=rngs)
         for linear in (self.query, self.key, self.value) if config.qkv_bias else ():
-            linear.add_bias_parameter(rngs)
+            if linear is not self.key or config.key_bias:
+                linear.add_bias_parameter(rngs)
         if config.out_bias:
             self.out.add_bias_parameter(rngs)
         if config.qk_norm is not None:

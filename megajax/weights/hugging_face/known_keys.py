@@ -84,6 +84,14 @@ IGNORED = {
     "clip_vision_model": {"projection_dim", "vocab_size", "initializer_factor", "dropout", "tie_word_embeddings"},
     "siglip_vision_model": {"projection_dim", "projector_hidden_act", "num_image_tokens", "tie_word_embeddings"},
     "siglip2_vision_model": {"projection_dim", "tie_word_embeddings"},
+    "whisper": {  # of its decoder, of training and of generation
+        "activation_dropout", "apply_spec_augment", "classifier_proj_size", "decoder_attention_heads",
+        "decoder_ffn_dim", "decoder_layerdrop", "decoder_layers", "dropout", "encoder_layerdrop",
+        "forced_decoder_ids", "init_std", "is_encoder_decoder", "mask_feature_length", "mask_feature_min_masks",
+        "mask_feature_prob", "mask_time_length", "mask_time_min_masks", "mask_time_prob", "max_target_positions",
+        "median_filter_width", "num_hidden_layers", "scale_embedding", "tie_word_embeddings",
+        "use_weighted_layer_sum", "vocab_size",
+    },
     "gemma3": {"boi_token_index", "eoi_token_index"},
     "qwen2_5_vl_vision": {"tokens_per_second", "in_chans", "spatial_patch_size"},  # the first: of videos
     "internvl": {"image_seq_length"},

@@ -474,6 +474,24 @@ _INTERNVIT = Section(
         Side(448, 14),
     ),
 )
+WHISPER = Section(
+    "whisper",
+    {},
+    (
+        *(
+            Option(theirs, f"audio.{ours}", default)
+            for theirs, ours, default in (
+                ("d_model", "embed_dim", 384),
+                ("encoder_layers", "num_layers", 4),
+                ("encoder_attention_heads", "num_heads", 6),
+                ("encoder_ffn_dim", "mlp_dim", 1536),
+                ("num_mel_bins", "mels", 80),
+                ("max_source_positions", "positions", 1500),
+            )
+        ),
+        Option("activation_function", "audio.activation", "gelu", values=PLAIN),
+    ),
+)
 _LLAVA_TOWER = LlavaTower(CLIP, Section("siglip_vision_model", {"vision.final_norm": False}, _SIGLIP_OPTIONS))
 _LLAVA_TEXT = Text(tuple(family for family in families.FAMILIES if family.weights is weights.LLAMA))
 _INTERN_TEXT = Text(
@@ -607,6 +625,27 @@ def vit(prefix: str, patch: Layout = "patches") -> tuple[Row, ...]:
         *linear(layer + "mlp.fc1", _L + "mlp.up"),
         *linear(layer + "mlp.fc2", _L + "mlp.down"),
         *norm(prefix + "post_layernorm", "vision.final_norm"),
+    )
+
+
+def whisper(prefix: str) -> tuple[Row, ...]:
+    """Of the encoder of a Whisper; its keys have no bias, its positions no parameter of ours."""
+    encoder = f"{prefix}encoder."
+    layer = encoder + "layers.{}."
+    ours = "audio_layers.*."
+    names = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}
+    attention = [linear(f"{layer}self_attn.{name}", f"{ours}attention.{word}") for name, word in names.items()]
+    return (
+        Row(encoder + "conv1.weight", ("audio.first",), "patches"),
+        Row(encoder + "conv1.bias", ("audio.first_bias",)),
+        Row(encoder + "conv2.weight", ("audio.second",), "patches"),
+        Row(encoder + "conv2.bias", ("audio.second_bias",)),
+        *norm(layer + "self_attn_layer_norm", ours + "attention_norm"),
+        *(row for rows in attention for row in rows),
+        *norm(layer + "final_layer_norm", ours + "mlp_norm"),
+        *linear(layer + "fc1", ours + "mlp.up"),
+        *linear(layer + "fc2", ours + "mlp.down"),
+        *norm(encoder + "layer_norm", "audio.final_norm"),
     )
 
 

@@ -9,17 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megajax.audio import wav
+from megajax.audio.layout import ClipLayouts
 from megajax.data.indexed.dataset import IndexedDataset, IndexedDatasetWriter
 from megajax.data.indexed.images import ImagePlace, ImageTableWriter
-from megajax.data.samples.sft import PAD, PackedImages, SftFormat, pack
-from megajax.images.layout import CLASS_TOKEN, NEWLINE, TEXT, Layouts
-from megajax.images.rows import ImageInputs, assigned
+from megajax.data.samples.sft import PAD, PackedMedia, SftFormat, pack
+from megajax.images.layout import CLASS_TOKEN, ImageLayouts
 from megajax.images.rules import ImageRule
+from megajax.media.rows import NEWLINE, TEXT, MediaInputs, assigned, ordered
 
 PIL = pytest.importorskip("PIL.Image")
 IMAGE = 99
 PIXELS = ImageRule(resize="pixels", patch_size=2, merge=2, min_pixels=16, max_pixels=400)
-INPUTS = ImageInputs(Layouts(PIXELS), IMAGE, blocks=2, patches=64)
+INPUTS = MediaInputs(ImageLayouts(PIXELS), IMAGE, blocks=2, block_size=64, sees_itself=True)
 T = 40
 
 
@@ -43,7 +45,7 @@ def prefix(tmp_path_factory):
     return str(path)
 
 
-def dataset(prefix, form=SftFormat(images=INPUTS), part=(0, 12), length=T):
+def dataset(prefix, form=SftFormat(media=(INPUTS,)), part=(0, 12), length=T):
     return form.build(IndexedDataset(prefix), part, None, length, 0, None)
 
 
@@ -93,18 +95,59 @@ def test_a_dataset_with_images_is_pickled_and_the_same_again(prefix):
 
 @pytest.mark.parametrize("form, message", [
     (SftFormat(), "has images, which this model does not read"),
-    (SftFormat(images=dataclasses.replace(INPUTS, patches=16)), "or more images than model.vision.blocks=2 of"),
-    (SftFormat(images=dataclasses.replace(INPUTS, token=98)), "a text has 0 tokens of model.image_token=98 and"),
+    (SftFormat(media=(dataclasses.replace(INPUTS, block_size=16),)), "or more images than model.vision.blocks=2 of"),
+    (SftFormat(media=(dataclasses.replace(INPUTS, token=98),)), "a text has 0 tokens of model.image_token=98 and"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused_or_left_out(prefix, form, message):
     with pytest.raises(ValueError, match=message):
         dataset(prefix, form)[0]
 
 
+def test_images_and_sound_of_one_text_are_told_apart_and_read_each_by_its_own_tokens(tmp_path):
+    """Conversation d: image, clip, image, clip, all with the value d + 1 or as loud."""
+    sound = 98
+    clips = MediaInputs(ClipLayouts(mels=80, merge=2, longest=20), sound, blocks=1, block_size=24)
+    path = tmp_path / "both"
+    files = []
+    for d in range(4):
+        file = io.BytesIO()
+        PIL.new("RGB", (8, 8), (d + 1,) * 3).save(file, "PNG")
+        tone = np.sin(np.arange((6 + d) * 160) * (d + 1) / 10)
+        for at, data in enumerate((file.getvalue(), wav.encode(tone))):
+            (tmp_path / f"{d}.{at}").write_bytes(data)
+            size = (8, 8) if at == 0 else (len(tone), 0)
+            files.append(ImagePlace(str(tmp_path / f"{d}.{at}"), 0, len(data), len(data), *size))
+    with IndexedDatasetWriter(path, np.uint16) as texts, ImageTableWriter(path) as images:
+        for d in range(4):
+            texts.add_document([np.array([IMAGE, d + 1, sound, IMAGE, sound]), np.array([50 + d])])
+            images.add([[*files[2 * d : 2 * d + 2]] * 2])
+    data = dataset(str(path), SftFormat(media=(INPUTS, clips)), (0, 4))
+    seen = 0
+    for sample in (data[i] for i in range(len(data))):
+        np.testing.assert_array_equal(sample["audio_index"] != TEXT, sample["tokens"] == sound)
+        np.testing.assert_array_equal(sample["image_index"] != TEXT, sample["tokens"] == IMAGE)
+        assert not sample["loss_mask"][np.isin(sample["labels"], (IMAGE, sound))].any()
+        for number in range(1, sample["segment_ids"].max() + 1):
+            mine = sample["segment_ids"] == number
+            (d,) = (int(t) - 1 for t in sample["tokens"][mine] if 0 < t <= 4)
+            index = sample["image_index"][mine]
+            assert (sample["patches"].reshape(-1, 4, 12)[index[index >= 0]] == d + 1).all()
+            index = sample["audio_index"][mine]
+            count = (6 + d + 1) // 2
+            _, (view,) = clips.layouts.read((tmp_path / f"{d}.1").read_bytes(), "x")
+            frames = sample["frames"].reshape(-1, 2, 400)[index[index >= 0]].reshape(2, -1, 400)
+            for clip in frames:
+                np.testing.assert_array_equal(clip[:count], clips.layouts.rows(view))
+            seen += 1
+    assert seen == 4
+    with pytest.raises(ValueError, match="0.1 is of a kind that this model does not read; it reads images"):
+        dataset(str(path), part=(0, 4))
+
+
 def test_a_conversation_whose_images_do_not_fit_is_left_out_and_never_cut(prefix):
-    small = dataclasses.replace(INPUTS, patches=16)
+    small = dataclasses.replace(INPUTS, block_size=16)
     for on_misfit in ("skip", "truncate"):
-        data = dataset(prefix, SftFormat(on_misfit=on_misfit, images=small))
+        data = dataset(prefix, SftFormat(on_misfit=on_misfit, media=(small,)))
         kept = {int(t) - 1 for i in range(len(data)) for t in data[i]["tokens"] if 0 < t <= 12}
         assert kept == {d for d in range(12) if d % 3 == 0} | {4, 10}, kept  # of 8 by 8 pixels
         assert data.num_long == 12 - len(kept)
@@ -118,7 +161,8 @@ views = st.lists(st.lists(st.integers(1, 16).map(lambda n: 4 * n), max_size=3), 
 def test_packing_fills_samples_up_to_their_tokens_and_patches(items, blocks, random):
     items = [item for item in items if assigned(item, blocks, 64) is not None] or [[]]
     sizes = np.array([random.randint(1, 20) for _ in items])
-    bins = pack(sizes, 20, PackedImages(items, dataclasses.replace(INPUTS, blocks=blocks)))
+    inputs = dataclasses.replace(INPUTS, blocks=blocks)
+    bins = pack(sizes, 20, PackedMedia([(item,) for item in items], (inputs,)))
     for number in range(bins.max() + 1):
         mine = np.flatnonzero(bins == number)
         together = [size for item in mine for size in items[item]]
@@ -132,10 +176,10 @@ def test_packing_fills_samples_up_to_their_tokens_and_patches(items, blocks, ran
 def test_little_of_the_scarcer_dimension_is_padding(tokens, mean):
     """Patches are scarce, tokens are, both are."""
     rng = np.random.default_rng(0)
-    inputs = dataclasses.replace(INPUTS, patches=4096)
+    inputs = dataclasses.replace(INPUTS, block_size=4096)
     views = [(4 * rng.integers(mean // 8, mean // 2, count)).tolist() for count in rng.integers(0, 3, 2000)]
     sizes = np.array([sum(of_item) // 4 for of_item in views]) + rng.integers(10, 300, 2000)
-    count = pack(sizes, tokens, PackedImages(views, inputs)).max() + 1
+    count = pack(sizes, tokens, PackedMedia([(of_item,) for of_item in views], (inputs,))).max() + 1
     fewest = max(sizes.sum() / tokens, sum(map(sum, views)) / (2 * 4096))
     assert fewest <= count < 1.1 * fewest
 
@@ -147,7 +191,7 @@ def test_views_go_to_the_emptiest_block_the_largest_first():
 
 @pytest.mark.parametrize("window", [0, 4])
 def test_windows_and_class_tokens_are_where_the_tower_expects_them(window):
-    layout = Layouts(PIXELS, has_class_token=True, window=window).of(12, 20)  # 6 by 10 patches, 3 by 5 results
+    layout = ImageLayouts(PIXELS, has_class_token=True, window=window).of(12, 20)  # 6 by 10 patches, 3 by 5 results
     squares = layout.places.reshape(-1, 4, 5)
     assert (squares[-1, 0] == (1, CLASS_TOKEN, CLASS_TOKEN, 6, 10)).all() and (squares[-1, 1:] == 0).all()
     corners = squares[:-1, 0, 1:3]
@@ -157,7 +201,7 @@ def test_windows_and_class_tokens_are_where_the_tower_expects_them(window):
         changes = (ids[1:] != ids[:-1]).any(1).sum()
         assert changes == len(np.unique(ids, axis=0)) - 1  # the squares of a window are adjacent
     view = np.arange(12 * 20 * 3).reshape(12, 20, 3).astype(np.uint8)
-    patches = Layouts(PIXELS, has_class_token=True, window=window).pixels(layout, [view])
+    patches = ordered(ImageLayouts(PIXELS, has_class_token=True, window=window), layout, [view])
     for (number, row, column, _, _), patch in zip(layout.places, patches, strict=True):
         if number and row != CLASS_TOKEN:
             np.testing.assert_array_equal(
@@ -167,5 +211,5 @@ def test_windows_and_class_tokens_are_where_the_tower_expects_them(window):
 
 def test_a_newline_ends_each_row_of_tiles():
     rule = ImageRule(resize="pinpoints", size=4, patch_size=2, pinpoints=(4, 8))
-    layout = Layouts(rule).of(4, 8)
+    layout = ImageLayouts(rule).of(4, 8)
     assert (layout.index == NEWLINE).sum() == 2 and layout.index[-1] == NEWLINE

@@ -246,7 +246,7 @@ def test_an_image_is_written_once_by_templates_of_parts_and_of_text():
         (parts, "user:<img><|pad|></img>Q<img><|pad|></img>assistant:A"),
         (text, "user:<|pad|>\nQ<|pad|>assistant:A"),
     ):
-        template = pickle.loads(pickle.dumps(ChatTemplate(source, {}, [], "<|pad|>")))
+        template = pickle.loads(pickle.dumps(ChatTemplate(source, {}, [], {"image": "<|pad|>"})))
         assert template.render(messages) == want
         for forged in ("<|pad|>", [{"type": "text", "text": "<|pad|>"}]):
             with pytest.raises(ValueError, match=r"messages\[0\]\['content'\] spells the special token <\|pad\|>"):

@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 import tokenizers
 
-from megajax.images.layout import TEXT
+from megajax.media.rows import TEXT
 from megajax.models.model import Model
 from megajax.models.multimodal import MultimodalConfig
 from megajax.precision import PrecisionConfig
@@ -209,11 +209,14 @@ def row_of(config: MultimodalConfig, length: int, conversations: list, blocks: i
     for segment, (ids, images) in enumerate(conversations, 1):
         text = inputs.expanded(np.array(ids), sizes_of(images))
         count = len(text.tokens)
-        of_images, index = np.split(index, [np.count_nonzero(text.image_ids)])
+        (number,) = text.numbers
+        of_images, index = np.split(index, [np.count_nonzero(number)])
+        image_index = np.full(count, TEXT)
+        image_index[number > 0] = of_images
         values = {
             "tokens": text.tokens, "positions": np.arange(count), "segment_ids": np.full(count, segment),
-            "image_index": text.image_index(of_images), "position_ids": text.positions,
-            "block_ids": np.where(text.image_ids > 0, num_images + text.image_ids, 0),
+            "image_index": image_index, "position_ids": text.positions,
+            "block_ids": np.where(number > 0, num_images + number, 0),
         }  # fmt: skip
         for name in arrays.keys() & values.keys():
             arrays[name][begin : begin + count] = values[name]

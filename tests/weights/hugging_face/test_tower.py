@@ -16,7 +16,7 @@ from megajax.config import Config
 from megajax.data.config import DataConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
-from megajax.models.multimodal import TOWER, MultimodalConfig
+from megajax.models.multimodal import MultimodalConfig
 from megajax.parameters import merge, named, select
 from megajax.precision import PrecisionConfig
 from megajax.training.config import TrainingConfig
@@ -66,7 +66,7 @@ def test_features_are_those_of_transformers(name, folder_of, image_row, draw_noi
     def run(weights, batch):
         module = model.module(weights)
         vision = module.vision
-        (last_BPC,) = getattr(module, TOWER).outputs(vision.embed(batch), vision.layer_inputs(batch), ())
+        (last_BPC,) = module.vision_layers.outputs(vision.embed(batch), vision.layer_inputs(batch), ())
         return vision.final_norm(last_BPC) if tower.final_norm else last_BPC
 
     found = np.asarray(run(merge(loaded, fresh), {key: row[key] for key in ("patches", "patch_places")}))[0]
@@ -84,7 +84,7 @@ def config_of(text: Path, tower: Path, num_layers: int = 2, **checkpoint) -> Con
         model=MultimodalConfig.of(Folder(text).model, vision, image_token=2),
         data=DataConfig(source="mock", tokenizer="null:300"),
         training=TrainingConfig(sequence_length=16),
-        checkpoint=CheckpointConfig(start_from=str(text), start_vision_from=str(tower), **checkpoint),
+        checkpoint=CheckpointConfig(start_from=str(text), start_towers_from=(str(tower),), **checkpoint),
     )
 
 
@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_named(folder_of, llama_folder):
     with pytest.raises(ValueError, match=r"vision\.project\.\w+ is missing there.*checkpoint.start_fresh"):
         start_from.check(config_of(llama_folder, clip))
     fresh = dict(start_fresh=("vision.project.*",))
-    with pytest.raises(ValueError, match=r"start_vision_from=.*encoder\.layers\.3\..* is missing, but model.vision"):
+    with pytest.raises(ValueError, match=r"start_towers_from=.*encoder\.layers\.3\..* is missing, but model.vision"):
         start_from.check(config_of(llama_folder, clip, num_layers=4, **fresh))
     config = config_of(llama_folder, clip, **fresh)
     wide = dataclasses.replace(config.model, vision=dataclasses.replace(config.model.vision, mlp_dim=32))
@@ -131,7 +131,7 @@ def test_the_folders_are_those_of_the_first_start(folder_of, llama_folder, tmp_p
     monkeypatch.chdir(folder_of("clip").parent)
     config = config_of(llama_folder, Path("clip"), start_fresh=("vision.project.*",))
     config = start_from.pinned(dataclasses.replace(config, run_dir=str(tmp_path)))
-    assert config.checkpoint.start_vision_from == str(folder_of("clip"))
+    assert config.checkpoint.start_towers_from == (str(folder_of("clip")),)
     (tmp_path / "config.json").write_text(config.to_json())
     again = dataclasses.replace(config, checkpoint=CheckpointConfig())
     assert start_from.pinned(again).checkpoint == config.checkpoint
