@@ -393,18 +393,24 @@ class OneStack(AnyModule):
         """-> x [B, T, D] in the compute dtype."""
         raise NotImplementedError
 
+    def entry(self, batch: dict, key: DropoutKey | None) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """-> (x, other inputs of the first layers that depend on weights, {name: [B, T, D]}). In a pipeline only the
+        first stage gets them."""
+        return self.embed(batch, key), {}
+
     def block_inputs(self, batch: dict) -> dict:
         """What every layer reads besides x. Reads no weights: in a pipeline each stage computes it itself."""
         raise NotImplementedError
 
     def hidden(self, batch: dict, key: DropoutKey | None = None) -> tuple[jax.Array, tuple[Totals, ...]]:
         embed_key, layers_key = split_key(key)
-        x_BTD = self.embed(batch, embed_key)
-        x_BTD, _, terms = self.layers(x_BTD, self.block_inputs(batch), key=layers_key)
+        x_BTD, entered = self.entry(batch, embed_key)
+        x_BTD, _, terms = self.layers(x_BTD, self.block_inputs(batch) | entered, key=layers_key)
         return self.output(x_BTD), (terms,)
 
     def extend(self, batch: dict, caches: dict) -> tuple[jax.Array, dict]:
-        x_BTD, layers, _ = self.layers(self.embed(batch, None), self.block_inputs(batch), caches["layers"])
+        x_BTD, entered = self.entry(batch, None)
+        x_BTD, layers, _ = self.layers(x_BTD, self.block_inputs(batch) | entered, caches["layers"])
         return x_BTD, {"layers": layers}
 
 

@@ -16,7 +16,7 @@ from flax import nnx
 
 from megajax.fields.ranges import NonNegativeInt
 from megajax.layers.dropout import DropoutKey
-from megajax.layers.layer import Flops, Totals
+from megajax.layers.layer import Flops
 from megajax.layers.transformer import ResidualLayerConfig, TransformerLayerConfig
 from megajax.media.kinds import IMAGE, KINDS, Kind
 from megajax.media.rows import NEWLINE, MediaInputs
@@ -24,11 +24,11 @@ from megajax.mesh.config import MeshConfig
 from megajax.models.audio_tower import AudioConfig
 from megajax.models.decoder import Decoder, DecoderConfig
 from megajax.models.execution import ExecutionConfig
-from megajax.models.interface import BatchArray, StackRole, split_key
+from megajax.models.interface import BatchArray, StackRole
 from megajax.models.modality import Encoder, ModalityConfig
 from megajax.models.tower import TowerConfig
 from megajax.parallel.encode import encode, num_parts
-from megajax.parallel.schedule import Stages
+from megajax.parallel.schedule import Stages, make_stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +163,13 @@ class MultimodalConfig(DecoderConfig):
                 f"mesh.context={mesh.context} with model.image_attention=bidirectional: the tokens of an image see "
                 "tokens of other devices; use --execution.context_attention=all_to_all"
             )
+        stages = make_stages(mesh, self.num_layers)
+        if stages is not None and len(stages.layers[0][0]) < self.deep_layers:
+            raise ValueError(
+                f"mesh.pipeline={mesh.pipeline} with mesh.virtual_stages={mesh.virtual_stages}: the first stage has "
+                f"{len(stages.layers[0][0])} layers, and model.vision.deep_layers are added in the first "
+                f"{self.deep_layers}; use fewer stages, or give it more layers with --mesh.pipeline_layout"
+            )
         by_token = {getattr(self, kind.token): kind.token for kind in self.encoders}
         if len(by_token) < len(self.encoders):
             names = " and ".join(f"model.{kind.token}={getattr(self, kind.token)}" for kind in self.encoders)
@@ -171,11 +178,6 @@ class MultimodalConfig(DecoderConfig):
         for kind, section in self.encoders.items():
             name = f"model.{kind.section}"
             section.check(f"{name}.")
-            if section.deep_layers and mesh.pipeline > 1:
-                raise ValueError(
-                    f"mesh.pipeline={mesh.pipeline} with {name}.deep_layers: their outputs are added in the first "
-                    "layers, which a pipeline does not give them; use --mesh.pipeline=1"
-                )
             if section.blocks % parts:
                 raise ValueError(
                     f"{name}.blocks={section.blocks} must be a multiple of {parts} = mesh.context * mesh.tensor "
@@ -190,7 +192,7 @@ def added_name(number: int) -> str:
 
 
 class Multimodal(Decoder):
-    """A Decoder whose `embed` puts the results of the encoders at the places of the media. Each encoder is an attribute
+    """A Decoder whose `entry` puts the results of the encoders at the places of the media. Each encoder is an attribute
     with the name of its section, its layers one of their own (Kind.stack)."""
 
     def __init__(
@@ -201,33 +203,18 @@ class Multimodal(Decoder):
         for kind, section in config.encoders.items():
             setattr(self, kind.section, section.build(config.embed_dim, config.init_std, dtype, rngs))
 
-    def hidden(self, batch: dict, key: DropoutKey | None = None) -> tuple[jax.Array, tuple[Totals, ...]]:
-        embed_key, layers_key = split_key(key)
-        x_BTD, added = self._embed_all(batch, embed_key)
-        x_BTD, _, terms = self.layers(x_BTD, self.block_inputs(batch) | added, key=layers_key)
-        return self.output(x_BTD), (terms,)
-
-    def embed(self, batch: dict, key: DropoutKey | None) -> jax.Array:
-        return self._embed_all(batch, key)[0]
-
     def block_inputs(self, batch: dict) -> dict:
         positions = batch.get("position_ids", batch["positions"])
         blocks = {name: batch[name] for name in ("block_ids",) if name in batch}
         return super().block_inputs(batch | {"positions": positions}) | blocks
 
-    def extend(self, batch: dict, caches: dict) -> tuple[jax.Array, dict]:
-        """batch: also position_ids, and with images image_index int32 [B, T], of the rows of image_features [slots,
-        1 + levels, D] (encode_images)."""
-        x_BTD, added = self._embed_all(batch, None)
-        x_BTD, layers, _ = self.layers(x_BTD, self.block_inputs(batch) | added, caches["layers"])
-        return x_BTD, {"layers": layers}
-
     def encode_images(self, batch: dict, index_BT: jax.Array) -> jax.Array:
         return jnp.stack(self._encoded(IMAGE, batch, index_BT), 2)
 
-    def _embed_all(self, batch: dict, key: DropoutKey | None) -> tuple[jax.Array, dict]:
-        """-> (x, what the first layers add: added_name)."""
-        x_BTD = super().embed(batch, key)
+    def entry(self, batch: dict, key: DropoutKey | None) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Instead of the images, a batch of an engine has image_features [slots, 1 + levels, D] (encode_images), of
+        which image_index int32 [B, T] names the rows."""
+        x_BTD = self.embed(batch, key)
         added: dict[str, jax.Array] = {}
         for kind in self.encoders:
             if kind.index not in batch:

@@ -132,15 +132,15 @@ def _parts(
         terms = objective.loss(heads, heads.output(x), batch, options).share(num_microbatches)
         return terms.total(), terms
 
-    def stage(configs, trained, held, x, inputs):
+    def stage(configs, trained, held, x, entered, inputs):
         layers = [
             model.for_matmuls(merge(*weights), model.records[STACK][config.kind])
             for config, *weights in zip(configs, trained, held, strict=True)
         ]
-        return run_stage(configs, layers, x, inputs)
+        return run_stage(configs, layers, x, [(found | entered, key) for found, key in inputs])
 
     return pipeline.Parts(
-        embed=lambda trained, held, batch, key: module(trained, held).embed(batch, split_key(key)[0]),
+        embed=lambda trained, held, batch, key: module(trained, held).entry(batch, split_key(key)[0]),
         key_of=lambda key, number: DropoutKey(key, number * microbatch),
         inputs=lambda batch, key: (any_module.block_inputs(batch), split_key(key)[1]),
         layer_inputs=lambda inputs, number: (inputs[0], fold(inputs[1], number)),

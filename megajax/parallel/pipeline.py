@@ -37,15 +37,15 @@ class Parts:
     Weights come in two trees: trained ones, which are differentiated, and held ones, which are not.
     """
 
-    embed: Callable[[Any, Any, dict, Any], jax.Array]
-    """(shared trained, shared held, batch, key) -> x."""
+    embed: Callable[[Any, Any, dict, Any], tuple[jax.Array, dict]]
+    """(shared trained, shared held, batch, key) -> (x, further inputs of the first stage {name: like x})."""
     key_of: Callable[[Any, jax.Array], Any]
     """(key of the step, number of a microbatch) -> its key."""
     inputs: Callable[[dict, Any], Any]
     """(batch, key) -> inputs of the layers other than x and weights."""
-    stage: Callable[[Any, tuple, tuple, jax.Array, Any], tuple[jax.Array, Any]]
-    """(program, trained and held weights of its layers, x, inputs of each layer) -> (x, (auxiliary losses {name: sum},
-    metrics {name: (sum, number)}))."""
+    stage: Callable[[Any, tuple, tuple, jax.Array, dict, Any], tuple[jax.Array, Any]]
+    """(program, trained and held weights of its layers, x, what `embed` gives besides, inputs of each layer) -> (x,
+    (auxiliary losses {name: sum}, metrics {name: (sum, number)}))."""
     layer_inputs: Callable[[Any, jax.Array], Any]
     """(inputs, number of the layer) -> inputs of that layer."""
     loss: Callable[[Any, Any, jax.Array, dict], tuple[jax.Array, Any]]
@@ -128,8 +128,11 @@ class _Body:
         # Split by layer, so that gradients are added to whole arrays: {kind: [tree of [V, ...]]}.
         self.layers = {kind: self._split(tree) for kind, tree in layers.items()}
         self.held_layers = {kind: self._split(tree) for kind, tree in held_layers.items()}
-        message = jax.eval_shape(lambda: self._embed(jnp.int32(0)))
-        self.zeros = constrain(jnp.zeros(message.shape, message.dtype), "batch", "sequence", None)
+        self.blank = tree_map(
+            lambda a: constrain(jnp.zeros(a.shape, a.dtype), "batch", "sequence", None),
+            jax.eval_shape(lambda: self._embed(jnp.int32(0))),
+        )
+        self.zeros, entered = self.blank
         zero = _vary(self.zeros)
 
         def zeros(a):
@@ -142,7 +145,7 @@ class _Body:
         carry = {
             "x": zero,
             "loss": tree_map(lambda a: jnp.zeros(a.shape, a.dtype), reported),
-            "terms": tree_map(zeros, self._plan(zero)),
+            "terms": tree_map(zeros, self._plan(zero, _vary(entered))),
         }
         if self.train:
             carry |= {
@@ -173,9 +176,9 @@ class _Body:
     def _tick(self, carry, row):
         carry = dict(carry)
         first = (self.rank == 0) & (row["forward_chunk"] == 0)
-        fresh = lax.cond(row["embed"] >= 0, lambda: self._embed(row["embed"]), lambda: self.zeros)
+        fresh, entered = lax.cond(row["embed"] >= 0, lambda: self._embed(row["embed"]), lambda: self.blank)
         x = jnp.where(first, fresh, carry["x"])
-        y, carry["terms"], stash = self._forward(row, x, carry["terms"], carry.pop("stash", []))
+        y, carry["terms"], stash = self._forward(row, x, _vary(entered), carry["terms"], carry.pop("stash", []))
         carry = lax.cond(row["loss"] >= 0, lambda carry: self._loss(row, y, carry), lambda carry: carry, carry)
         carry["x"] = self._send(y, forward=True)
         if not self.train:
@@ -184,8 +187,8 @@ class _Body:
         from_loss = lax.dynamic_index_in_dim(carry["d_loss"], jnp.maximum(row["loss_slot_read"], 0), 0, False)
         last = (self.rank == self.num_ranks - 1) & (row["backward_chunk"] == self.num_chunks - 1)
         d_y = jnp.where(last, from_loss, carry["d_y"])
-        d_x, carry["d_layers"] = self._backward(row, d_y, carry["stash"], carry["d_layers"])
-        embed_backward = functools.partial(self._embed_backward, row, d_x)
+        d_x, d_entered, carry["d_layers"] = self._backward(row, d_y, carry["stash"], carry["d_layers"])
+        embed_backward = functools.partial(self._embed_backward, row, (d_x, d_entered))
         carry["d_shared"] = lax.cond(row["embed_backward"] >= 0, embed_backward, lambda d: d, carry["d_shared"])
         carry["d_y"] = self._send(d_x, forward=False)
         return carry
@@ -206,9 +209,9 @@ class _Body:
     def _embed(self, number):
         return self.parts.embed(self.shared, self.held_shared, *self._microbatch(number))
 
-    def _from_rank(self, x, rank: int):
-        """Broadcasts x from one rank to all."""
-        return compat.psum_within_auto(jnp.where(self.rank == rank, x, 0), AXIS)
+    def _from_rank(self, tree, rank: int):
+        """Broadcasts arrays from one rank to all."""
+        return tree_map(lambda a: compat.psum_within_auto(jnp.where(self.rank == rank, a, 0), AXIS), tree)
 
     def _loss(self, row, y, carry):
         y = self._from_rank(y, self.num_ranks - 1)
@@ -233,21 +236,21 @@ class _Body:
         batch, _ = self._microbatch(number)
         return self.parts.loss(self.shared, self.held_shared, y, batch)[1]
 
-    def _embed_backward(self, row, d_x, d_shared):
+    def _embed_backward(self, row, d_embedded, d_shared):
         arrays, key = self._microbatch(row["embed_backward"])
         _, vjp = jax.vjp(lambda shared: self.parts.embed(shared, self.held_shared, arrays, key), self.shared)
-        return tree_map(_add, d_shared, vjp(self._from_rank(d_x, 0))[0])
+        return tree_map(_add, d_shared, vjp(self._from_rank(d_embedded, 0))[0])
 
     # ------------------------------------------------------------------ a stage, each rank its own
 
-    def _plan(self, x):
+    def _plan(self, x, entered):
         """Traces every program once to find what it stores, and in which buffer. -> abstract terms of a step."""
         self.kept = []
         needed = Counter()
         found = ({}, {})
         for number in range(len(self.programs.programs)):
             kept = _Kept()
-            _, terms, saved = jax.eval_shape(functools.partial(self._stage_vjp, number, 0, 0, kept=kept), x)
+            _, terms, saved = jax.eval_shape(functools.partial(self._stage_vjp, number, 0, 0, kept=kept), x, entered)
             kept.auxiliary = tuple(terms[0])
             avals = [(a.shape, a.dtype) for a in saved]
             kept.buffers = []
@@ -283,20 +286,20 @@ class _Body:
         return tuple(trained), tuple(held), tuple(inputs)
 
     def _stage(self, program: int, held, inputs):
-        """-> function of (trained weights, x) -> ((y, auxiliary losses), metrics)."""
+        """-> function of (trained weights, x, entered) -> ((y, auxiliary losses), metrics)."""
         configs = tuple(config for config, _ in self.programs.programs[program])
 
-        def run(trained, x):
-            y, (auxiliary, metrics) = self.parts.stage(configs, trained, held, x, inputs)
+        def run(trained, x, entered):
+            y, (auxiliary, metrics) = self.parts.stage(configs, trained, held, x, entered, inputs)
             return (y, auxiliary), metrics
 
         return run
 
-    def _stage_vjp(self, program: int, chunk, microbatch, x, kept):
+    def _stage_vjp(self, program: int, chunk, microbatch, x, entered, kept):
         """-> (y, terms, what the backward pass needs and cannot read again); fills in `kept`."""
         live = _vary(self._live(program, chunk, microbatch))
         trained, held, inputs = live
-        (y, auxiliary), vjp, metrics = jax.vjp(self._stage(program, held, inputs), trained, x, has_aux=True)
+        (y, auxiliary), vjp, metrics = jax.vjp(self._stage(program, held, inputs), trained, x, entered, has_aux=True)
         leaves, kept.structure = jax.tree.flatten(vjp)
         live = jax.tree.leaves(live)
         kept.live = [next((n for n, a in enumerate(live) if a is leaf), None) for leaf in leaves]
@@ -308,25 +311,25 @@ class _Body:
         program = jnp.asarray(self.programs.of_stage)[chunk, self.rank]
         return jnp.where(microbatch >= 0, program + 1, 0)
 
-    def _forward(self, row, x, terms, stash):
+    def _forward(self, row, x, entered, terms, stash):
         microbatch, chunk, slot = (row[name] for name in ("forward", "forward_chunk", "forward_slot"))
 
-        def run(program, x, terms, stash):
+        def run(program, x, entered, terms, stash):
             if not self.train:
                 trained, held, inputs = _vary(self._live(program, chunk, microbatch))
-                (y, auxiliary), metrics = self._stage(program, held, inputs)(trained, x)
+                (y, auxiliary), metrics = self._stage(program, held, inputs)(trained, x, entered)
                 new = (auxiliary, metrics)
             else:
                 kept = _Kept()
-                y, new, saved = self._stage_vjp(program, chunk, microbatch, x, kept)
+                y, new, saved = self._stage_vjp(program, chunk, microbatch, x, entered, kept)
                 stash = list(stash)
                 for buffer, leaf in zip(self.kept[program].buffers, saved, strict=True):
                     stash[buffer] = lax.dynamic_update_index_in_dim(stash[buffer], _vary(leaf), slot, 0)
             return _vary(y), self._added(terms, new), stash
 
-        branches = [lambda *operands: operands]
+        branches = [lambda x, _, terms, stash: (x, terms, stash)]
         branches += [lambda *operands, p=p: run(p, *operands) for p in range(len(self.programs.programs))]
-        return lax.switch(self._branch(microbatch, chunk), branches, x, terms, stash)
+        return lax.switch(self._branch(microbatch, chunk), branches, x, entered, terms, stash)
 
     def _added(self, terms, new):
         """The terms of a step so far plus those of a stage for one microbatch, which may lack some."""
@@ -349,7 +352,7 @@ class _Body:
             leaves = [next(saved) if index is None else live[index] for index in kept.live]
             vjp = jax.tree.unflatten(kept.structure, leaves)
             d_auxiliary = {name: _vary(self._scaled(jnp.float32(1 / self.num_microbatches))) for name in kept.auxiliary}
-            d_weights, d_x = vjp((d_y, d_auxiliary))
+            d_weights, d_x, d_entered = vjp((d_y, d_auxiliary))
             counts = Counter()
             new = {kind: list(trees) for kind, trees in d_layers.items()}
             for d_layer, (_, kind) in zip(d_weights, self.programs.programs[program], strict=True):
@@ -359,9 +362,9 @@ class _Body:
                 add = functools.partial(_add_to_chunk, chunk=chunk)
                 new[kind][layer] = self.parts.constrain_gradients(kind, tree_map(add, new[kind][layer], d_layer))
                 counts[kind] += 1
-            return _vary(d_x), new
+            return *_vary((d_x, d_entered)), new
 
-        branches = [lambda d_y, d_layers: (d_y, d_layers)]
+        branches = [lambda d_y, d_layers: (d_y, _vary(self.blank[1]), d_layers)]
         branches += [lambda *operands, p=p: run(p, *operands) for p in range(len(self.programs.programs))]
         return lax.switch(self._branch(microbatch, chunk), branches, d_y, d_layers)
 

@@ -47,10 +47,10 @@ class Conversations(Task):
         terms = next_token_loss(module, h, batch, options)
         if not (options.evaluates and self.rates_answers):
             return terms
-        rates = {"answers": answered(module, h, batch)}
-        for name, changed in changed_media(batch).items():
-            rates[f"answers_{name}"] = answered(module, module.hidden(changed)[0], changed)
-        return terms._replace(rates=terms.rates | rates)
+        return terms._replace(rates=terms.rates | {"answers": answered(module, h, batch)})
+
+    def controls(self, batch: dict) -> dict[str, dict]:
+        return changed_media(batch) if self.rates_answers else {}
 
 
 def answered(module: AnyModule, h_BTD: jax.Array, batch: dict) -> tuple[jax.Array, jax.Array]:
@@ -70,10 +70,16 @@ def answered(module: AnyModule, h_BTD: jax.Array, batch: dict) -> tuple[jax.Arra
 
 
 def changed_media(batch: dict) -> dict[str, dict]:
-    """The batch with the images and clips of the next row, and with blank ones of each kind; nothing without any."""
+    """The batch with the images and clips of the next row, and with blank ones of each kind; nothing without any.
+    batch: arrays [M, B, ...]."""
+
+    def of_next_row(array: jax.Array) -> jax.Array:
+        rows = array.reshape(-1, *array.shape[2:])
+        return jnp.roll(rows, 1, axis=0).reshape(array.shape)
+
     kinds = [kind for kind in KINDS if kind.values in batch]
     if not kinds:
         return {}
-    exchanged = {name: jnp.roll(batch[name], 1, axis=0) for kind in kinds for name in (kind.values, kind.places)}
+    exchanged = {name: of_next_row(batch[name]) for kind in kinds for name in (kind.values, kind.places)}
     blank = {kind.blank: batch | {kind.values: jnp.full_like(batch[kind.values], kind.blank_value)} for kind in kinds}
     return {"exchanged": batch | exchanged} | blank

@@ -66,6 +66,11 @@ class Task:
 
     # ------------------------------------------------------------------ what most tasks keep
 
+    def controls(self, batch: dict) -> dict[str, dict]:
+        """Batches whose rates an evaluation reports beside those of this one, {name: batch}: without what the answers
+        depend on, say. batch: arrays [M, B, ...]."""
+        return {}
+
     @property
     def text_form(self) -> TextForm:
         """How data.text is tokenized."""

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 
 from megajax.mesh.sharding import row_major
 from megajax.models import pipelined
-from megajax.models.interface import EVALUATION, Objective
+from megajax.models.interface import EVALUATION, LossTerms, Objective
 from megajax.models.model import Model, Weights
 from megajax.optim.optimizer import Optimizer, global_norm
+from megajax.tasks.interface import Task
 from megajax.training.config import LossMean, TrainingConfig
 from megajax.training.state import TrainState
 
@@ -113,20 +114,27 @@ def jit_train_step(
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None), compiler_options=compiler_options)
 
 
-def make_eval_step(model: Model, objective: Objective):
+def make_eval_step(model: Model, task: Task):
     """-> (weights, batch [1, batch, ...]) -> {name: (numerator, denominator)}, float32: `loss`, the sum of the token
-    losses (the main term, without regularisers or dropout) and the number of tokens, and the rates of the model.
+    losses (the main term, without regularisers or dropout) and the number of tokens, and the rates of the task; those
+    of its controls as RATE_CONTROL.
 
     With a pipeline, the batch may have any number of microbatches.
     """
 
+    def terms_of(weights, batch: dict) -> LossTerms:
+        if model.stages is not None:
+            return pipelined.loss(model, model.split(weights), batch, task, EVALUATION)
+        return model.loss(weights, jax.tree.map(lambda a: a[0], batch), task, options=EVALUATION)
+
     def eval_step(weights, batch: dict):
         counts = batch["loss_mask"].astype(jnp.float32)
         batch = {name: array for name, array in batch.items() if name != "loss_mask"} | {"loss_weights": counts}
-        if model.stages is not None:
-            terms = pipelined.loss(model, model.split(weights), batch, objective, EVALUATION)
-        else:
-            terms = model.loss(weights, jax.tree.map(lambda a: a[0], batch), objective, options=EVALUATION)
-        return {"loss": (terms.main, jnp.sum(counts))} | terms.rates
+        terms = terms_of(weights, batch)
+        rates = dict(terms.rates)
+        for control, changed in task.controls(batch).items():
+            found = terms_of(weights, changed).rates
+            rates |= {f"{name}_{control}": rate for name, rate in found.items()}
+        return {"loss": (terms.main, jnp.sum(counts))} | rates
 
     return eval_step

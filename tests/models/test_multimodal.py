@@ -103,11 +103,13 @@ def loss_and_gradients(config: MultimodalConfig, sizes: dict, **how):
     mesh = make_mesh(mesh_config, jax.devices()[: mesh_config.num_devices])
     order = sequence_order(T, mesh_config.context, execution.context_attention)
     arrays = model.config.inputs(T, packed=True)
+    num_microbatches = 1 if stages is None else 2
 
     def placed(name, array):
         dims = arrays[name].dims if name in arrays else ("time",)
         array = array[:, order] if dims[0] == "time" else array
-        return jax.device_put(array[None], NamedSharding(mesh, batch_spec(dims)))
+        array = array.reshape(num_microbatches, -1, *array.shape[1:])
+        return jax.device_put(array, NamedSharding(mesh, batch_spec(dims)))
 
     batch = {name: placed(name, array) for name, array in make_batch().items() if name in {*arrays, *OF_LOSS}}
     weights = model.init(0, mesh)
@@ -135,7 +137,7 @@ def on_one_device(config: MultimodalConfig):
     [
         (dict(data=2, fsdp=2, tensor=2), {}),
         (dict(context=2, tensor=2, data=2), dict(scan_layers=True, recompute="full")),
-        (dict(pipeline=2, tensor=2, context=2), {}),
+        (dict(pipeline=2, tensor=2, context=2), dict(context_attention="all_to_all", model="deep")),
         (dict(context=2, tensor=2, fsdp=2), dict(context_attention="all_to_all", model="deep")),
         (dict(pipeline=2, tensor=2, context=2), dict(model="both")),
     ],
@@ -182,11 +184,11 @@ def test_a_frozen_tower_does_not_change_and_has_no_optimizer_state(tmp_path, mon
 
 
 def test_controls_change_the_media_of_each_kind():
-    batch = make_batch()
+    batch = {name: array[None] for name, array in make_batch().items()}
     found = changed_media(batch)
     assert found.keys() == {"exchanged", "grey", "silent"}
-    np.testing.assert_array_equal(found["exchanged"]["frames"][1], batch["frames"][0])
-    np.testing.assert_array_equal(found["exchanged"]["patch_places"][0], batch["patch_places"][-1])
+    np.testing.assert_array_equal(found["exchanged"]["frames"][0, 1], batch["frames"][0, 0])
+    np.testing.assert_array_equal(found["exchanged"]["patch_places"][0, 0], batch["patch_places"][0, -1])
     assert (found["silent"]["frames"] == -1.5).all() and found["silent"]["patches"] is batch["patches"]
     assert (found["grey"]["patches"] == 128).all() and found["grey"]["frames"] is batch["frames"]
 
@@ -213,7 +215,7 @@ def test_answers_count_whole_conversations():
     (dict(vision=dataclasses.replace(TOWER, patches=18)), {}, "patches=18 is no multiple of the 4 patches"),
     (dict(vision=dataclasses.replace(TOWER, window=3)), {}, "window=3 is no multiple of model.vision.image.merge=2"),
     (dict(vision=dataclasses.replace(TOWER, deep_layers=(2,))), {}, "deep_layers=2 must ascend and be below"),
-    (dict(vision=dataclasses.replace(TOWER, deep_layers=(0,))), dict(pipeline=2), "with model.vision.deep_layers"),
+    (dict(vision=dataclasses.replace(TOWER, deep_layers=(0, 1))), dict(pipeline=4), "the first stage has 1 layers"),
     (dict(image_attention="bidirectional"), dict(context=2), "use --execution.context_attention=all_to_all"),
     (dict(mtp_layers=1), {}, "model.mtp_layers=1 is not supported"),
     (dict(audio=SOUND), {}, "model.image_token=0 and model.audio_token=0: each kind needs a token of its own"),
