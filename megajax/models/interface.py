@@ -32,6 +32,7 @@ from megajax.ops.token_scores import TokenScores, token_scores
 from megajax.ops.vocabulary import finish_logits
 from megajax.parallel.schedule import Stages
 from megajax.precision import Recipe
+from megajax.retrieval.inputs import NeighbourInputs
 
 
 class LossTerms(NamedTuple):
@@ -226,6 +227,11 @@ class ModelConfig:
     def image_inputs(self) -> MediaInputs | None:
         """How the model reads images; None: it does not."""
         return of_kind(self.media, IMAGE)
+
+    @property
+    def neighbours(self) -> NeighbourInputs | None:
+        """How the model reads the neighbours of a text; None: it does not."""
+        return None
 
     @property
     def has_output_layer(self) -> bool:
