@@ -23,7 +23,7 @@ from megajax.data.temporary import open_temporary, rename
 from megajax.terminal.announce import announced
 
 logger = logging.getLogger("megajax")
-# Increase when the meaning of a cached array or its description changes.
+# Increase when a description, the meaning of a cached array, or how one is computed (packing, say) changes.
 FORMAT = 2
 
 
