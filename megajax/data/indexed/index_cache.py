@@ -24,7 +24,7 @@ from megajax.terminal.announce import announced
 
 logger = logging.getLogger("megajax")
 # Increase when a description, the meaning of a cached array, or how one is computed (packing, say) changes.
-FORMAT = 2
+FORMAT = 3
 
 
 def load_or_build(
