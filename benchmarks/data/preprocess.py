@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from benchmarks.command_line import only, run
-from megajax.data.prepare.read_input import Reader
+from megajax.data.prepare.documents import Reader
 from megajax.data.prepare.train_tokenizer import train_tokenizer
 from megajax.data.prepare.write_tokens import preprocess
 from megajax.data.tokenizers.load import load_tokenizer

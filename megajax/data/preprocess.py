@@ -25,7 +25,8 @@ from typing import Literal
 
 from megajax.data import inspect
 from megajax.data.indexed.dataset import prefix_of
-from megajax.data.prepare.read_input import MAX_DOCUMENT_BYTES, Reader, expand
+from megajax.data.prepare.documents import MAX_DOCUMENT_BYTES, Reader
+from megajax.data.prepare.read_input import expand
 from megajax.data.prepare.train_tokenizer import train_tokenizer
 from megajax.data.prepare.write_tokens import output_prefixes, preprocess, refuse_to_overwrite
 from megajax.data.tokenizers.chat_template import load_chat_template

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from megajax.data.indexed.dataset import IndexedDataset
 from megajax.data.indexed.meta import read_meta
-from megajax.data.prepare.read_input import Reader, read_batches, read_file
+from megajax.data.prepare.documents import Reader
+from megajax.data.prepare.read_input import read_batches, read_file
 from megajax.evaluation.text_model import TextModel, TokenText
 
 

@@ -21,7 +21,8 @@ READS = (
 ENCODES = """
 import itertools, multiprocessing, time
 from megajax.data.prepare.encode import Encoder, encode_in_order
-from megajax.data.prepare.read_input import Batch, Reader
+from megajax.data.prepare.documents import Reader
+from megajax.data.prepare.read_input import Batch
 from megajax.data.tokenizers.tokenizer import BytesTokenizer
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ from megajax.data.temporary import open_temporary, rename
 from megajax.terminal.announce import announced
 
 logger = logging.getLogger("megajax")
-# Increase when the meaning of a cached array or its description changes.
-FORMAT = 2
+# Increase when a description, the meaning of a cached array, or how one is computed (packing, say) changes.
+FORMAT = 3
 
 
 def load_or_build(

@@ -11,7 +11,8 @@ import numpy as np
 
 from megajax.data.indexed.dataset import token_dtype
 from megajax.data.indexed.images import ImagePlace
-from megajax.data.prepare.read_input import Batch, Document, Reader, read_file
+from megajax.data.prepare.documents import Document, Reader
+from megajax.data.prepare.read_input import Batch, read_file
 from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.data.worker_process import end_with_parent
 from megajax.media.kinds import Kind

@@ -14,7 +14,8 @@ import sysconfig
 from typing import Literal, NamedTuple
 
 from megajax.data.config import DataConfig
-from megajax.data.prepare.read_input import Reader, as_pattern
+from megajax.data.prepare.documents import Reader
+from megajax.data.prepare.read_input import as_pattern
 from megajax.data.prepare.train_tokenizer import train_tokenizer
 from megajax.data.prepare.write_tokens import preprocess
 from megajax.data.temporary import build_once

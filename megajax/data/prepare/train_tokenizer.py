@@ -5,7 +5,8 @@ import io
 import os
 from collections.abc import Iterator, Sequence
 
-from megajax.data.prepare.read_input import Reader, read_batches, read_file
+from megajax.data.prepare.documents import Reader
+from megajax.data.prepare.read_input import read_batches, read_file
 from megajax.data.tokenizers.load import check_tokenizer_spec
 from megajax.data.tokenizers.train_sentencepiece import TRAIN_BYTES, train_on_lines
 

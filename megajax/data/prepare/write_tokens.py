@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from megajax.data.indexed.dataset import IndexedDatasetWriter
 from megajax.data.indexed.images import ImageTable, ImageTableWriter, image_table_path
 from megajax.data.indexed.meta import COUNTS, make_meta, read_meta, write_meta
+from megajax.data.prepare.documents import MAX_DOCUMENT_BYTES, Reader, shortened
 from megajax.data.prepare.encode import Block, Encoder, encode_in_order
-from megajax.data.prepare.read_input import MAX_DOCUMENT_BYTES, Reader, read_batches, shortened
+from megajax.data.prepare.read_input import read_batches
 from megajax.data.tokenizers.chat_template import ChatTemplate, load_chat_template
 from megajax.data.tokenizers.tokenizer import Tokenizer
 

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megajax.models.interface import ModelConfig
-from megajax.weights.hugging_face import encoder_decoders, encoders, families, hybrids, mixtures, multimodal
+from megajax.weights.hugging_face import encoder_decoders, encoders, families, hybrids, mixtures
 from megajax.weights.hugging_face.form import Family
+from megajax.weights.hugging_face.multimodal import families as multimodal
 from megajax.weights.hugging_face.translate import nearest_family
 
 # In order of preference when exporting a model without a named architecture.

@@ -16,8 +16,10 @@ from megajax.models.modality import ModalityConfig
 from megajax.models.multimodal import MultimodalConfig
 from megajax.weights.hugging_face.folder import is_folder, problems_in
 from megajax.weights.hugging_face.form import fields_of, replaced
-from megajax.weights.hugging_face.multimodal import CLIP, NAFLEX, SIGLIP, WHISPER, MultimodalForm, Section, Text, vit
-from megajax.weights.hugging_face.multimodal import whisper as whisper_rows
+from megajax.weights.hugging_face.multimodal.families import CLIP, NAFLEX, SIGLIP, WHISPER
+from megajax.weights.hugging_face.multimodal.form import MultimodalForm
+from megajax.weights.hugging_face.multimodal.options import Section, Text
+from megajax.weights.hugging_face.multimodal.tensors import vit, whisper
 from megajax.weights.hugging_face.options import read_object
 from megajax.weights.hugging_face.tensor_files import TensorFiles
 from megajax.weights.parameter_reader import ParameterReader
@@ -41,7 +43,7 @@ class TowerFormat:
 
     def rows(self, prefix: str) -> tuple[Row, ...]:
         if self.kind == AUDIO:
-            return whisper_rows(prefix)
+            return whisper(prefix)
         return vit(prefix, "linear" if self.section is NAFLEX else "patches")
 
 

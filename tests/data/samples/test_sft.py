@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megajax.data.indexed.dataset import IndexedDataset, IndexedDatasetWriter
-from megajax.data.samples.sft import PAD, SftDataset, SftFormat, pack
+from megajax.data.samples.sft import PAD, SftDataset, SftFormat
 
 
 class Conversations:
@@ -106,22 +106,6 @@ def check_sample(sample, source, want):
         assert sample["loss_mask"][where].tolist() == [float(p + 1 in answers) for p in range(size)]
         found.append(number)
     return found
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(1, 50), min_size=1, max_size=300))
-def test_bins_hold_no_more_than_their_capacity_and_no_two_could_be_one(sizes):
-    bins = pack(np.array(sizes), 50)
-    filled = np.sort(np.bincount(bins, sizes))
-    assert filled[0] > 0 and filled[-1] <= 50
-    assert len(filled) == 1 or filled[0] + filled[1] > 50
-
-
-def test_packing_fills_samples():
-    rng = np.random.default_rng(0)
-    sizes = np.clip(rng.lognormal(np.log(400), 1, 20_000).astype(np.int64), 2, 4097)
-    bins = pack(sizes, 4097)
-    assert sizes.sum() > 0.995 * 4097 * (bins.max() + 1)
 
 
 def test_a_longer_run_begins_as_a_shorter_one_and_epochs_differ():

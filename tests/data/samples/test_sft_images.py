@@ -6,14 +6,12 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megajax.audio import wav
 from megajax.audio.layout import ClipLayouts
 from megajax.data.indexed.dataset import IndexedDataset, IndexedDatasetWriter
 from megajax.data.indexed.images import ImagePlace, ImageTableWriter
-from megajax.data.samples.sft import PAD, PackedMedia, SftFormat, pack
+from megajax.data.samples.sft import PAD, SftFormat
 from megajax.images.layout import CLASS_TOKEN, ImageLayouts
 from megajax.images.rules import ImageRule
 from megajax.media.rows import NEWLINE, TEXT, MediaInputs, assigned, ordered
@@ -151,37 +149,6 @@ def test_a_conversation_whose_images_do_not_fit_is_left_out_and_never_cut(prefix
         kept = {int(t) - 1 for i in range(len(data)) for t in data[i]["tokens"] if 0 < t <= 12}
         assert kept == {d for d in range(12) if d % 3 == 0} | {4, 10}, kept  # of 8 by 8 pixels
         assert data.num_long == 12 - len(kept)
-
-
-views = st.lists(st.lists(st.integers(1, 16).map(lambda n: 4 * n), max_size=3), min_size=1, max_size=30)
-
-
-@settings(max_examples=100, deadline=None)
-@given(views, st.integers(1, 4), st.randoms())
-def test_packing_fills_samples_up_to_their_tokens_and_patches(items, blocks, random):
-    items = [item for item in items if assigned(item, blocks, 64) is not None] or [[]]
-    sizes = np.array([random.randint(1, 20) for _ in items])
-    inputs = dataclasses.replace(INPUTS, blocks=blocks)
-    bins = pack(sizes, 20, PackedMedia([(item,) for item in items], (inputs,)))
-    for number in range(bins.max() + 1):
-        mine = np.flatnonzero(bins == number)
-        together = [size for item in mine for size in items[item]]
-        assert len(mine) and sizes[mine].sum() <= 20
-        chosen = assigned(together, blocks, 64)
-        assert chosen is not None
-        assert max(np.bincount(chosen, together, blocks), default=0) <= 64
-
-
-@pytest.mark.parametrize(("tokens", "mean"), [(4096, 1500), (900, 100), (1200, 600)])
-def test_little_of_the_scarcer_dimension_is_padding(tokens, mean):
-    """Patches are scarce, tokens are, both are."""
-    rng = np.random.default_rng(0)
-    inputs = dataclasses.replace(INPUTS, block_size=4096)
-    views = [(4 * rng.integers(mean // 8, mean // 2, count)).tolist() for count in rng.integers(0, 3, 2000)]
-    sizes = np.array([sum(of_item) // 4 for of_item in views]) + rng.integers(10, 300, 2000)
-    count = pack(sizes, tokens, PackedMedia([(of_item,) for of_item in views], (inputs,))).max() + 1
-    fewest = max(sizes.sum() / tokens, sum(map(sum, views)) / (2 * 4096))
-    assert fewest <= count < 1.1 * fewest
 
 
 def test_views_go_to_the_emptiest_block_the_largest_first():

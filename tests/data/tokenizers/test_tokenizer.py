@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megajax.data.prepare.read_input import Reader
+from megajax.data.prepare.documents import Reader
 from megajax.data.prepare.train_tokenizer import train_tokenizer
 from megajax.data.tokenizers.chat_template import CHATML, load_chat_template
 from megajax.data.tokenizers.load import check_tokenizer_spec, load_saved_tokenizer, load_tokenizer, save_tokenizer
