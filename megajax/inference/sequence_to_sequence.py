@@ -20,7 +20,7 @@ from megajax.models.model import Model
 
 MOST_ROWS = 64  # of a batch, whose decoder has caches
 SUPPORTED = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos")
-"""Fields of Sampling that have an effect here."""
+"""Fields of Sampling that have an effect outside the engine."""
 
 
 class Written(NamedTuple):
@@ -62,13 +62,7 @@ class SequenceToSequence:
         return [found[number] for number in range(len(encoded))]
 
     def _check(self, sampling: Sampling, num_beams: int) -> None:
-        sampling.check()
-        for name, default in vars(Sampling()).items():
-            value = getattr(sampling, name)
-            if name not in SUPPORTED and value != default:
-                raise ValueError(
-                    f"{name}={value} is not supported by model.kind={self.model.config.kind}; leave it out"
-                )
+        check_supported(self.model, sampling)
         if num_beams < 1:
             raise ValueError(f"num_beams={num_beams} must be at least 1")
         if num_beams > 1 and sampling.temperature > 0:
@@ -124,6 +118,15 @@ class SequenceToSequence:
         stops = [text.index(stop) for stop in sampling.stop if stop in text]
         is_ended = is_ended or bool(stops)
         return Written(prompt_tokens, tokens, text[: min(stops, default=None)], "stop" if is_ended else "length")
+
+
+def check_supported(model: Model, sampling: Sampling) -> None:
+    """Raises ValueError for settings that have no effect outside the engine."""
+    sampling.check()
+    for name, default in vars(Sampling()).items():
+        value = getattr(sampling, name)
+        if name not in SUPPORTED and value != default:
+            raise ValueError(f"{name}={value} is not supported by model.kind={model.config.kind}; leave it out")
 
 
 class _State(NamedTuple):

@@ -12,7 +12,7 @@ from megajax.data.samples.sft import SftFormat
 from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.media.kinds import KINDS
 from megajax.models.interface import AnyModule, BatchArray, LossOptions, LossTerms, ModelConfig
-from megajax.tasks.interface import Task, check_source, rate, with_labels
+from megajax.tasks.interface import Task, check_source, of_next_row, rate, with_labels
 from megajax.tasks.language import next_token_loss
 
 
@@ -72,11 +72,6 @@ def answered(module: AnyModule, h_BTD: jax.Array, batch: dict) -> tuple[jax.Arra
 def changed_media(batch: dict) -> dict[str, dict]:
     """The batch with the images and clips of the next row, and with blank ones of each kind; nothing without any.
     batch: arrays [M, B, ...]."""
-
-    def of_next_row(array: jax.Array) -> jax.Array:
-        rows = array.reshape(-1, *array.shape[2:])
-        return jnp.roll(rows, 1, axis=0).reshape(array.shape)
-
     kinds = [kind for kind in KINDS if kind.values in batch]
     if not kinds:
         return {}

@@ -67,8 +67,8 @@ class Task:
     # ------------------------------------------------------------------ what most tasks keep
 
     def controls(self, batch: dict) -> dict[str, dict]:
-        """Batches whose rates an evaluation reports beside those of this one, {name: batch}: without what the answers
-        depend on, say. batch: arrays [M, B, ...]."""
+        """Batches of which an evaluation reports the rates, or the loss if the task has no rates, beside those of this
+        one, {name: batch}: without what the answers depend on, say. batch: arrays [M, B, ...]."""
         return {}
 
     @property
@@ -154,3 +154,9 @@ def check_source(kind: str, data: DataConfig, *needed: str) -> None:
 def rate(is_right: jax.Array, counts: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(number of right ones among those that count, number of these), float32 scalars."""
     return jnp.sum(is_right & counts, dtype=jnp.float32), jnp.sum(counts, dtype=jnp.float32)
+
+
+def of_next_row(array: jax.Array) -> jax.Array:
+    """[M, B, ...]: each row is that of the next sample."""
+    rows = array.reshape(-1, *array.shape[2:])
+    return jnp.roll(rows, 1, axis=0).reshape(array.shape)

@@ -4,6 +4,7 @@ import dataclasses
 from typing import ClassVar, Literal
 
 import jax
+import jax.numpy as jnp
 
 from megajax.data.config import DataConfig
 from megajax.data.datasets import Formats
@@ -12,7 +13,8 @@ from megajax.data.samples.gpt import GptFormat
 from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.fields.ranges import Probability
 from megajax.models.interface import AnyModule, BatchArray, LossOptions, LossTerms, ModelConfig
-from megajax.tasks.interface import Task, with_labels
+from megajax.retrieval.inputs import NO_TOKEN
+from megajax.tasks.interface import Task, of_next_row, with_labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,16 @@ class Language(Task):
 
     def loss(self, module: AnyModule, h: jax.Array, batch: dict, options: LossOptions) -> LossTerms:
         return next_token_loss(module, h, batch, options)
+
+    def controls(self, batch: dict) -> dict[str, dict]:
+        """Of a model that reads neighbours: with those of another sample, and without any."""
+        neighbours = batch.get("neighbour_tokens")
+        if neighbours is None:
+            return {}
+        return {
+            "random": batch | {"neighbour_tokens": of_next_row(neighbours)},
+            "without": batch | {"neighbour_tokens": jnp.full_like(neighbours, NO_TOKEN)},
+        }
 
     def _fill_in_the_middle(self, tokenizer: Tokenizer) -> FillInTheMiddle | None:
         if not self.fim_rate:

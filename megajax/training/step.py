@@ -116,8 +116,8 @@ def jit_train_step(
 
 def make_eval_step(model: Model, task: Task):
     """-> (weights, batch [1, batch, ...]) -> {name: (numerator, denominator)}, float32: `loss`, the sum of the token
-    losses (the main term, without regularisers or dropout) and the number of tokens, and the rates of the task; those
-    of its controls as RATE_CONTROL.
+    losses (the main term, without regularisers or dropout) and the number of tokens, and the rates of the task; of
+    its controls NAME_CONTROL.
 
     With a pipeline, the batch may have any number of microbatches.
     """
@@ -131,10 +131,12 @@ def make_eval_step(model: Model, task: Task):
         counts = batch["loss_mask"].astype(jnp.float32)
         batch = {name: array for name, array in batch.items() if name != "loss_mask"} | {"loss_weights": counts}
         terms = terms_of(weights, batch)
-        rates = dict(terms.rates)
+        total = jnp.sum(counts)
+        found = {"loss": (terms.main, total)} | terms.rates
         for control, changed in task.controls(batch).items():
-            found = terms_of(weights, changed).rates
-            rates |= {f"{name}_{control}": rate for name, rate in found.items()}
-        return {"loss": (terms.main, jnp.sum(counts))} | rates
+            of_control = terms_of(weights, changed)
+            shown = of_control.rates or {"loss": (of_control.main, total)}
+            found |= {f"{name}_{control}": value for name, value in shown.items()}
+        return found
 
     return eval_step

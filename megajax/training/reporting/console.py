@@ -197,8 +197,13 @@ def _fields(step: int, total_steps: int, metrics: dict[str, Any]) -> dict[str, s
     if metrics.get("step_seconds") is not None and step < total_steps:
         shown["time_left"] = (total_steps - step) * metrics["step_seconds"]
     found = {name: show(shown[name]) for name, show in formats.items() if shown.get(name) is not None}
-    rates = [name for name in shown if name.startswith("eval_") and name not in formats and shown[name] is not None]
-    return found | {name: f"{name.removeprefix('eval_')} {100 * shown[name]:.1f}%" for name in rates}
+    others = [name for name in shown if name.startswith("eval_") and name not in formats and shown[name] is not None]
+    return found | {name: _of_evaluation(name.removeprefix("eval_"), shown[name]) for name in others}
+
+
+def _of_evaluation(name: str, value: float) -> str:
+    """A loss of a control, or a rate."""
+    return f"{name} {value:.4f}" if name.startswith("loss_") else f"{name} {100 * value:.1f}%"
 
 
 def _left_out(total_steps: int, width: int) -> set[str]:
