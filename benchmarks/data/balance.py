@@ -116,8 +116,8 @@ def packed(conversations: Sequence[Row], tokens: int, media: tuple[MediaInputs, 
 
 def in_filled_blocks(rows: Sequence[Row], layout: Layout, cost: Cost) -> np.ndarray:
     loads = np.zeros((2, layout.blocks))
-    for row in rows:
-        chosen = assigned(row.views, layout.blocks, layout.patches)
+    for number, row in enumerate(rows):
+        chosen = assigned(row.views, layout.blocks, layout.patches, first=number)
         assert chosen is not None, "rows are packed so that their views fit"
         loads += _sums(chosen, row.views, layout.blocks, cost)
     return loads.reshape(2, layout.devices, -1).sum(2)

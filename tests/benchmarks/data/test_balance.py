@@ -15,9 +15,9 @@ def patches_and_squares(views):
 
 
 @pytest.mark.parametrize("way, loads", [
-    # blocks 9, 4, 3, 2 and 8, 8, 5, 0: two of each row for a device
-    (balance.in_filled_blocks, [[13 + 16, 5 + 5], [97 + 128, 13 + 25]]),
-    (balance.in_blocks, [[40, 40], [97 + 128 + 11, 13 + 25 + 30]]),
+    # blocks 9, 4, 3, 2 and, beginning with the second, 0, 8, 8, 5: two of each row for a device
+    (balance.in_filled_blocks, [[13 + 8, 5 + 13], [97 + 64, 13 + 89]]),
+    (balance.in_blocks, [[40, 40], [97 + 64 + 19, 13 + 89 + 22]]),
     (balance.in_order, [[2 + 4 + 8 + 5, 9 + 3 + 8], [4 + 16 + 64 + 25, 81 + 9 + 64]]),
     (balance.on_one_device, [[39, 0], [263, 0]]),
 ])  # fmt: skip
