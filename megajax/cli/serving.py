@@ -5,9 +5,11 @@ import contextlib
 import dataclasses
 import faulthandler
 import importlib.util
+import ipaddress
 import json
 import logging
 import os
+import re
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -30,7 +32,9 @@ STOP_SECONDS = 15.0
 """After the deadline of all requests, before a process that has not stopped is ended."""
 
 
-OF_SERVER = ("host", "port", "max_requests", "request_timeout_seconds", "allow_load", "log_requests")
+OF_SERVER = (
+    "host", "port", "max_requests", "request_timeout_seconds", "max_images", "image_hosts", "allow_load", "log_requests"
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +58,7 @@ class Serve(OfEngine, OfChats):
             run=self.run,
             model_name=self.model_name or Path(self.run).resolve().name,
             api_keys=read_keys(self.api_key, self.api_key_file),
+            image_hosts=read_hosts(self.server.image_hosts),
             sampling=recommended_sampling(self.run),
         )
         self.check_template()
@@ -136,6 +141,24 @@ def read_keys(keys: Sequence[str], file: str | None) -> tuple[str, ...]:
     if not lines:
         raise ValueError(f"api_key_file={file} is empty; write one key per line")
     return (*keys, *lines)
+
+
+def read_hosts(given: Sequence[str]) -> tuple[str, ...]:
+    """given: lists with commas. Raises ValueError for what is neither a name nor an address."""
+    hosts = tuple(host for hosts in given for host in hosts.split(","))
+    for host in hosts:
+        # an IPv6 address has colons, and a name with a port too
+        if not re.fullmatch(r"[\w.-]+", host) and not _is_address(host):
+            raise ValueError(f"image_hosts={host} must be the name of a host or its address, without scheme and port")
+    return hosts
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def bind(host: str, port: int) -> socket.socket:

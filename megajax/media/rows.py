@@ -144,14 +144,17 @@ class MediaInputs:
         """`expanded` for a text with media of this kind alone."""
         return expanded(tokens, [(self, sizes)])
 
-    def blocks_of(self, sizes: np.ndarray, read: Callable[[int], list[np.ndarray]]) -> dict[str, np.ndarray]:
+    def blocks_of(
+        self, sizes: np.ndarray, read: Callable[[int], list[np.ndarray]], first: int = 0
+    ) -> dict[str, np.ndarray]:
         """The blocks of a row with these media, and for each of their tokens, in order, the result that it reads:
         the arrays of the kind, [K, P, value_dim] and int32 [K, P, places], and index int32 [tokens].
 
-        read: number of a medium -> its views (Layouts.read). Raises ValueError if they do not fit.
+        read: number of a medium -> its views (Layouts.read). first: as `assigned` takes it. Raises ValueError if they
+        do not fit.
         """
         layouts = [self.layouts.of(*size) for size in np.asarray(sizes).reshape(-1, 2).tolist()]
-        chosen = assigned(self.views(sizes), self.blocks, self.block_size)
+        chosen = assigned(self.views(sizes), self.blocks, self.block_size, first)
         if chosen is None:
             raise ValueError(f"{len(layouts)} {self.kind.plural} do not fit into {self.room}")
         shape = (self.blocks, self.block_size)
@@ -229,9 +232,13 @@ def expanded(tokens: np.ndarray, media: Sequence[tuple[MediaInputs, np.ndarray]]
     return Expanded(np.repeat(tokens, counts), tuple(numbers), positions.astype(np.int32), counts)
 
 
-def assigned(views: Sequence[int], blocks: int, block_size: int) -> np.ndarray | None:
+def assigned(views: Sequence[int], blocks: int, block_size: int, first: int = 0) -> np.ndarray | None:
     """The block of each view, int64 [views]: the largest first, each into the emptiest block (Graham 1969, longest
-    processing time); None: they do not fit. Depends on the sizes alone, up to views of the same size."""
+    processing time); None: they do not fit. Depends on the sizes alone, up to views of the same size.
+
+    first: block modulo `blocks` of the largest view. If rows begin with different blocks, the devices that hold the
+    same block of several rows get large and small ones.
+    """
     chosen = np.zeros(len(views), np.int64)
     filled = np.zeros(blocks, np.int64)
     for view in np.argsort(-np.asarray(views, np.int64), kind="stable"):
@@ -240,7 +247,7 @@ def assigned(views: Sequence[int], blocks: int, block_size: int) -> np.ndarray |
         chosen[view] = block
         if filled[block] > block_size:
             return None
-    return chosen
+    return (chosen + first) % blocks
 
 
 def of_kind(media: Sequence[MediaInputs], kind: Kind) -> MediaInputs | None:

@@ -1,9 +1,14 @@
 """Prompts with images: log-probabilities as in training, pages shared by pixels, images that are never cut."""
 
+import asyncio
 import base64
+import contextlib
 import dataclasses
 import functools
 import io
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx2
 import jax
@@ -16,6 +21,7 @@ from megajax.data.tokenizers.tokenizer import BytesTokenizer
 from megajax.images.rules import ImageRule
 from megajax.inference.config import ServingConfig
 from megajax.inference.engine import Engine
+from megajax.inference.server import fetching
 from megajax.inference.tokens.sampling import Sampling
 from megajax.layers.attention.rope import RopeConfig
 from megajax.media.rows import TEXT
@@ -246,6 +252,9 @@ def test_a_model_that_also_reads_sound_is_served_without_it():
     assert len(generated(served, PROMPTS[:1], 2)[0][0]) == 2
 
 
+MAX_BYTES = 20_000
+
+
 @pytest.fixture(scope="module")
 def url():
     """Of a server for a model that reads images, whose chat template writes texts."""
@@ -253,7 +262,9 @@ def url():
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     settings = ServingConfig(max_rows=2, max_batch_tokens=32, page_size=16, num_pages=32, max_length=256)
     of_images = Engine(model, model.init(1), mesh, BytesTokenizer(("<image>",)), serving=settings)
-    with serving(of_images, template=ChatTemplate(CHATML, {}, (), {"image": "<image>"})) as found:
+    template = ChatTemplate(CHATML, {}, (), {"image": "<image>"})
+    hosts = ("127.0.0.1", "LocalHost")
+    with serving(of_images, template=template, image_hosts=hosts, max_body_bytes=MAX_BYTES) as found:
         wait_until(lambda: httpx2.get(found + "/health").status_code == 200)
         yield found
 
@@ -263,9 +274,12 @@ def asked(url: str, *parts, **options) -> httpx2.Response:
     return httpx2.post(url + "/v1/chat/completions", json=body | options, timeout=60)
 
 
+def at(address: str) -> dict:
+    return {"type": "image_url", "image_url": {"url": address}}
+
+
 def in_uri(number: int) -> dict:
-    data = base64.b64encode(picture(number, 20, 33)).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    return at(f"data:image/png;base64,{base64.b64encode(picture(number, 20, 33)).decode()}")
 
 
 QUESTION = {"type": "text", "text": "what?"}
@@ -280,12 +294,131 @@ def test_a_chat_has_images(url):
 
 
 @pytest.mark.parametrize("part, message", [
-    ({"type": "image_url", "image_url": {"url": "http://example.com/a.png"}}, "other URLs are not fetched"),
-    ({"type": "image_url", "image_url": {"url": "data:image/png;base64,!!"}}, "is not base64"),
-    ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "messages: image 0: no image"),
+    (at("data:text/plain;base64,AAAA"), "must be data:image/TYPE;base64,DATA"),
+    (at("data:image/png;base64,!!"), "is not base64"),
+    (at("data:image/png;base64,AAAA"), "messages: image 0: no image"),
     ({"type": "input_audio"}, "only parts of the types text and image_url"),
     ({"type": "text", "text": "<image>"}, "spells the special token <image>"),
 ])  # fmt: skip
 def test_other_parts_are_refused(url, part, message):
     answer = asked(url, part, QUESTION)
     assert answer.status_code == 400 and message in answer.json()["error"]["message"]
+
+
+# ----------------------------------------------------------------------------- addresses
+
+
+class ImageHost(BaseHTTPRequestHandler):
+    """/NUMBER.png is a picture; other paths misbehave."""
+
+    def do_GET(self):
+        path = self.path.partition("?")[0]
+        self.server.asked.append(self.path)
+        status = {"/moved": 302, "/missing": 404}.get(path, 200)
+        self.send_response(status)
+        if status == 302:
+            self.send_header("Location", "/1.png")
+        self.end_headers()
+        if path.endswith(".png"):
+            self.wfile.write(picture(int(path[1:-4]), 20, 33))
+        if path == "/text":
+            self.wfile.write(b"no picture")
+        # Until the client has enough, which closes the connection.
+        with contextlib.suppress(OSError):
+            while path in ("/endless", "/slow"):
+                self.wfile.write(b"x" * (1000 if path == "/endless" else 1))
+                time.sleep(0.01)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def host():
+    # at 127.0.0.2 too, which is not allowed
+    server = ThreadingHTTPServer(("0.0.0.0", 0), ImageHost)
+    server.asked = []
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def address(host, path: str, name: str = "127.0.0.1") -> str:
+    return f"http://{name}:{host.server_port}{path}"
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1", "LOCALHOST"])
+def test_an_image_of_an_allowed_host_is_fetched(url, host, name):
+    """Each picture takes its place among those in the request."""
+    answers = [
+        asked(url, *parts, QUESTION).json()["choices"][0]["logprobs"]["content"][0]["logprob"]
+        for parts in (
+            (in_uri(1), in_uri(2)),
+            (in_uri(1), at(address(host, "/2.png?key=secret", name))),
+            (at(address(host, "/2.png", name)), in_uri(1)),
+        )
+    ]
+    # a prompt whose beginning is in the prefix cache is computed in other chunks, which round differently
+    assert abs(answers[0] - answers[1]) < 1e-5 and abs(answers[0] - answers[2]) > 1e-4
+    assert host.asked[-2:] == ["/2.png?key=secret", "/2.png"]
+
+
+@pytest.mark.parametrize("wrong, message", [
+    ("http://[::1]:{port}/1.png?key=secret", "image_url=http://[::1]:{port}/1.png: the host ::1 is not in image_hosts"),
+    ("http://127.0.0.2:{port}/1.png", "send data:image/TYPE;base64,DATA, or start the server with --image_hosts=127.0"),
+    ("http://127.0.0.1.:{port}/1.png", "the host 127.0.0.1. is not in image_hosts"),
+    ("http://127.0.0.1@127.0.0.2:{port}/1.png", "image_url=http://127.0.0.2:{port}/1.png: the address has a user or"),
+    ("http://127.0.0.2\\@127.0.0.1:{port}/1.png", "the address has a user or a password, which are not sent"),
+    ("ftp://127.0.0.1:{port}/1.png", "must be data:image/TYPE;base64,DATA or an address of http or https"),
+    ("file:///etc/hosts", "must be data:image/TYPE;base64,DATA or an address of http or https"),
+    ("http://127.0.0.1:99999/1.png", "must be data:image/TYPE;base64,DATA or an address of http or https"),
+    ("http://127.0.0.1:{port}x/1.png?key=secret", "image_url='http://127.0.0.1:{port}x/1.png': Invalid port"),
+])  # fmt: skip
+def test_what_is_not_allowed_is_not_asked(url, host, wrong, message):
+    """Nor is an allowed address in the same request."""
+    before = list(host.asked)
+    answer = asked(url, at(address(host, "/1.png")), at(wrong.format(port=host.server_port)), QUESTION)
+    text = answer.json()["error"]["message"]
+    assert answer.status_code == 400 and message.format(port=host.server_port) in text
+    assert "secret" not in text and "\n" not in text
+    assert host.asked == before
+
+
+@pytest.mark.parametrize("path, message", [
+    ("/moved", "answered with a redirect (302), which is not followed; give the address to which it leads"),
+    ("/missing", "answered with status 404; give the address of an image"),
+    ("/endless", f"may have {MAX_BYTES} bytes together, and are larger"),
+    ("/slow", "took longer than 0.5 s"),
+    ("/text", "messages: image 0: no image"),
+])  # fmt: skip
+def test_a_host_that_sends_no_image_is_an_error_of_the_request(url, host, path, message, monkeypatch):
+    monkeypatch.setattr(fetching, "SECONDS", 0.5 if path == "/slow" else 60)
+    answer = asked(url, at(address(host, path + "?key=secret")), QUESTION)
+    text = answer.json()["error"]["message"]
+    assert answer.status_code == 400 and message in text and "secret" not in text
+    assert host.asked[-1] == path + "?key=secret"
+
+
+def test_the_limit_of_bytes_is_that_of_all_images_of_a_request(url, host):
+    one = len(picture(1, 20, 33))
+    count = MAX_BYTES // one
+    assert asked(url, *[at(address(host, "/1.png"))] * count, QUESTION).status_code == 200
+    answer = asked(url, *[at(address(host, "/1.png"))] * (count + 1), QUESTION)
+    assert answer.status_code == 400 and "bytes together" in answer.json()["error"]["message"]
+
+
+def test_a_host_that_is_not_there_is_an_error_of_the_request(url):
+    answer = asked(url, at("http://127.0.0.1:1/1.png"), QUESTION)
+    message = "image_url=http://127.0.0.1:1/1.png: the host 127.0.0.1 cannot be asked (ConnectError: "
+    assert answer.status_code == 400 and message in answer.json()["error"]["message"]
+
+
+def test_without_hosts_nothing_is_fetched(host):
+    before = list(host.asked)
+    fetcher = fetching.Fetcher((), MAX_BYTES)
+    with pytest.raises(ValueError, match="the host 127.0.0.1 is not in image_hosts"):
+        asyncio.run(fetcher.files([address(host, "/1.png")]))
+    assert host.asked == before

@@ -38,6 +38,13 @@ from megajax.terminal.command_line import options
         ("serve --run=x --api_key_file=nowhere", "api_key_file=nowhere"),
         ("serve --run=x --max_requests=0", "max_requests=0"),
         ("serve --run=x --api_key=", "api_key= is empty"),
+        ("serve --run=x --image_hosts=", "image_hosts= must be"),
+        (
+            "serve --run=x --image_hosts=a.example.com,https://b.example.com",
+            "image_hosts=https://b.example.com must be",
+        ),
+        ("serve --run=x --image_hosts=a.example.com:80", "image_hosts=a.example.com:80 must be the name of a host"),
+        ("serve --run=nowhere --port=0 --image_hosts=a.example.com,::1", "run=nowhere"),
         ("serve --run=nowhere --port=0", "run=nowhere"),
         ("bench --run=nowhere --batch=1,b", "batch=1,b must be a list of whole numbers"),
         ("bench --run=nowhere --batch=0", "batch=0"),

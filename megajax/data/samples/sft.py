@@ -151,7 +151,7 @@ class SftDataset(SampleDataset[SftFormat]):
         text, answer, segments = self._read(documents)
         of_media = {}
         if self.sample_format.media:
-            text, answer, segments, of_media = self._with_media(documents, text, answer, segments)
+            text, answer, segments, of_media = self._with_media(i, documents, text, answer, segments)
         return self._arrays(text, answer, segments) | of_media
 
     def _arrays(self, text: np.ndarray, answer: np.ndarray, segments: np.ndarray) -> dict[str, np.ndarray]:
@@ -178,7 +178,7 @@ class SftDataset(SampleDataset[SftFormat]):
         return self.document_index[begin:end]
 
     def _with_media(
-        self, documents: np.ndarray, text: np.ndarray, answer: np.ndarray, segments: np.ndarray
+        self, i: int, documents: np.ndarray, text: np.ndarray, answer: np.ndarray, segments: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, np.ndarray]]:
         """The same arrays with all tokens of the media, which are no answers, and the arrays of the media."""
         media = self.sample_format.media
@@ -204,7 +204,7 @@ class SftDataset(SampleDataset[SftFormat]):
             pairs = zip((part.numbers[at] for part in parts), firsts, strict=True)
             medium = np.concatenate([np.where(number > 0, number + first, 0) for number, first in pairs])
             read = functools.partial(self._views, inputs, used)
-            blocks = inputs.blocks_of(self._sizes(used), read)
+            blocks = inputs.blocks_of(self._sizes(used), read, first=i)
             index = np.full(len(medium), TEXT, np.int32)
             index[medium > 0] = blocks.pop("index")
             arrays |= {inputs.kind.index: filled(index, TEXT)} | blocks

@@ -30,6 +30,7 @@ from megajax.inference.server import protocol
 from megajax.inference.server.answers import ChatAnswer, CompletionAnswer, TokenTexts
 from megajax.inference.server.config import ServerConfig
 from megajax.inference.server.engine_thread import Generation
+from megajax.inference.server.fetching import Fetcher
 from megajax.inference.server.metrics import Metrics
 from megajax.inference.server.protocol import Refused, parse, refusing_values
 from megajax.inference.server.refusals import HANDLED, Gate, refusal
@@ -79,6 +80,7 @@ class Server:
         self.metrics = Metrics(config.model_name, lambda: self.replicas.stats)
         self.replicas = Replicas(engines, config.max_requests, self.metrics, on_failure)
         self._texts = TokenTexts(self.tokenizer)
+        self._fetcher = Fetcher(config.image_hosts, config.max_body_bytes)
         self._keys = [key.encode() for key in config.api_keys]
         # an end without a name gets one
         self._named_tokens = {"<|endoftext|>": self.tokenizer.eod_id, **self.tokenizer.special_tokens}
@@ -204,15 +206,20 @@ class Server:
         answer = ChatAnswer(generation, self.config.model_name, self._texts, bool(body.return_token_ids))
         return await answered(generation, answer, body)
 
-    async def _read_images(self, files: Sequence[bytes]) -> list[PromptImage]:
-        """Raises Refused for too many images, one that cannot be read, and a model that reads none."""
-        if len(files) > self.config.max_images:
-            raise Refused(400, f"messages: {len(files)} images are more than {self.config.max_images}", "messages")
+    async def _read_images(self, given: Sequence[bytes | str]) -> list[PromptImage]:
+        """given: files, and addresses, which are fetched. Raises Refused for too many images, one that cannot be
+        fetched or read, and a model that reads none."""
+        if not given:
+            return []
+        if len(given) > self.config.max_images:
+            raise Refused(400, f"messages: {len(given)} images are more than {self.config.max_images}", "messages")
+        with refusing_values():
+            files = await self._fetcher.files(given)
 
         def read() -> list[PromptImage]:
             return [self.engine.read_image(data, f"messages: image {number}") for number, data in enumerate(files)]
 
-        return await self._work(LONG_WORK + 1, read) if files else []
+        return await self._work(LONG_WORK + 1, read)
 
     async def _start(
         self,

@@ -28,6 +28,9 @@ class ServerConfig:
     """Larger requests get 413."""
     max_images: PositiveInt = 32
     """Of a request."""
+    image_hosts: tuple[str, ...] = ()
+    """Hosts from which the server may fetch images of chats, with commas between them: exact names, without ports;
+    (): nothing is fetched."""
     allow_load: bool = False
     """Whether /v1/load may replace the parameters."""
     log_requests: bool = True

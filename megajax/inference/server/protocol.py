@@ -193,21 +193,20 @@ def _plain_message(number: int, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain_part(number: int, part: Any) -> dict[str, Any]:
-    """-> {"type": "text", "text"} or {"type": "image", "data": bytes}."""
+    """-> {"type": "text", "text"} or {"type": "image", "source"}: the bytes of a file, or an address."""
     if isinstance(part, dict) and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
     url = part.get("image_url") if isinstance(part, dict) else None
     url = url.get("url") if isinstance(url, dict) else url
     if not isinstance(url, str):
         raise ValueError(f"[{number}].content: only parts of the types text and image_url are supported")
+    if not url.startswith("data:"):
+        return {"type": "image", "source": url}
     kind, comma, data = url.partition(",")
     if not kind.startswith("data:image/") or not kind.endswith(";base64") or not comma:
-        raise ValueError(
-            f"[{number}].content: image_url={url[:40]!r}... must be data:image/TYPE;base64,DATA; other URLs are not "
-            "fetched"
-        )
+        raise ValueError(f"[{number}].content: image_url={url[:40]!r}... must be data:image/TYPE;base64,DATA")
     try:
-        return {"type": "image", "data": base64.b64decode(data, validate=True)}
+        return {"type": "image", "source": base64.b64decode(data, validate=True)}
     except ValueError:
         raise ValueError(f"[{number}].content: the data of image_url is not base64") from None
 
@@ -218,10 +217,10 @@ def text_of(message: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
-def images_of(messages: Sequence[Mapping[str, Any]]) -> list[bytes]:
-    """The image files in messages of `Messages`, in their order."""
+def images_of(messages: Sequence[Mapping[str, Any]]) -> list[bytes | str]:
+    """The image files, or their addresses, in messages of `Messages`, in their order."""
     contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
-    return [part["data"] for content in contents for part in content if part["type"] == "image"]
+    return [part["source"] for content in contents for part in content if part["type"] == "image"]
 
 
 def _with_arguments(number: int, call: Any) -> dict[str, Any]:

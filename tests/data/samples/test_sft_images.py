@@ -154,6 +154,7 @@ def test_a_conversation_whose_images_do_not_fit_is_left_out_and_never_cut(prefix
 def test_views_go_to_the_emptiest_block_the_largest_first():
     assert assigned([8, 40, 24, 16], 2, 64).tolist() == [0, 0, 1, 1]
     assert assigned([40, 40, 40], 2, 64) is None
+    assert assigned([8, 40, 24, 16], 2, 64, first=5).tolist() == [1, 1, 0, 0]
 
 
 @pytest.mark.parametrize("window", [0, 4])
