@@ -64,7 +64,7 @@ def retro_2b() -> Config:
             init_std=0.023,
             tied_embeddings=False,
         ),
-        mesh=MeshConfig(fsdp=-1),
+        mesh=MeshConfig(fsdp=8),
         data=DataConfig(source="mock"),
         execution=ExecutionConfig(recompute="selective"),
         optimizer=OptimizerConfig(learning_rate=6e-4, min_learning_rate=6e-5, warmup_steps=800, weight_decay=0.1),
