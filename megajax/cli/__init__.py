@@ -28,6 +28,7 @@ COMMANDS = {
     "classify": ("megajax.cli.infer", ("classify",), "the class of each text, or of its words (BERT)"),
     "evaluate": ("megajax.evaluation.__main__", (), "perplexity, LAMBADA, WikiText and lm-eval of a model"),
     "preprocess": ("megajax.data.preprocess", (), "convert text to tokens on disk"),
+    "retrieve": ("megajax.retrieval.__main__", (), "build and query a database of neighbours of text (Retro)"),
     "inspect": ("megajax.data.inspect", (), "inspect tokens on disk"),
     "export": ("megajax.convert.export", (), "write only the parameters of a run, for serving"),
     "quantize": ("megajax.quantization.__main__", (), "calibrate a run and write it in 8 bits for vLLM"),

@@ -36,6 +36,9 @@ class Generate(OfEngine, OfSampling):
     """New file for a line of JSON per prompt; -: standard output."""
     num_beams: int = 1
     """Beam search, for models with an encoder."""
+    database: str | None = None
+    """For models that read neighbours: PREFIX of the dataset in which they are looked up (megajax retrieve build);
+    without it none are read."""
 
     def __call__(self) -> None:
         from megajax.weights.sources import open_source
@@ -50,10 +53,13 @@ class Generate(OfEngine, OfSampling):
         self.mesh.check()
         source = open_source(self.run, self.step)
         self.say_seed(sampling)
-        if source.config.model.reads_source:
+        model = source.config.model
+        if self.database is not None and model.neighbours is None:
+            raise ValueError(f"database={self.database}: model.kind={model.kind} reads no neighbours; leave it out")
+        if model.reads_source or model.neighbours is not None:
             if self.image:
-                raise ValueError(f"image={self.image[0]}: a model with an encoder reads no images; leave it out")
-            written = self._written(prompts, sampling)
+                raise ValueError(f"image={self.image[0]}: model.kind={model.kind} reads no images; leave it out")
+            written = self._written(prompts, sampling) if model.reads_source else self._continued(prompts, sampling)
             with self._file() as file:
                 print_written(prompts, written, file)
             return
@@ -76,10 +82,32 @@ class Generate(OfEngine, OfSampling):
         """By a model that reads a text and writes another."""
         from megajax.inference.sequence_to_sequence import SequenceToSequence
 
+        self._check_no_engine()
+        return SequenceToSequence(self.open()).write(prompts, sampling, self.num_beams)
+
+    def _continued(self, prompts: Sequence[str], sampling: Sampling) -> "list[Written]":
+        """By a model that reads neighbours."""
+        from megajax.inference.with_database import WriterWithDatabase
+        from megajax.retrieval.database import Database
+
+        self._check_no_engine()
+        if self.num_beams != 1:
+            raise ValueError(f"num_beams={self.num_beams} is for models with an encoder; leave it out")
+        opened = self.open()
+        database = None
+        if self.database is not None:
+            database = Database.open(self.database, opened.model.config.neighbours)
+        writer = WriterWithDatabase(opened, None if database is None else database.neighbours_of)
+        found = writer.write(prompts, sampling)
+        # as the engine prints them: the prompt and its continuation
+        if self.output is None:
+            return [one._replace(text=prompt + one.text) for prompt, one in zip(prompts, found, strict=True)]
+        return found
+
+    def _check_no_engine(self) -> None:
         given = changed_fields(self.serving, ServingConfig()) + ["draft_run"] * (self.draft_run is not None)
         if given:
-            raise ValueError(f"{given[0]} is for the engine, which does not run models with an encoder; leave it out")
-        return SequenceToSequence(self.open()).write(prompts, sampling, self.num_beams)
+            raise ValueError(f"{given[0]} is for the engine, which does not run this model; leave it out")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

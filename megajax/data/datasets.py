@@ -279,7 +279,7 @@ def _record(
             "tokens": int(part.indexed.lengths.sum(dtype=np.int64)),
             "sha256": (read_meta(part.indexed.prefix) or {}).get("sha256"),
             "fingerprint": part.indexed.fingerprint(),
-            **_of_images(part),
+            **_of_tables(part),
             "holds_out_last": splits[part.indexed.prefix] != split,
         }
         for part in _parts(dataset)
@@ -297,9 +297,10 @@ def _record(
     }
 
 
-def _of_images(part: Any) -> dict[str, str]:
-    images = getattr(part, "images", None)
-    return {} if images is None else {"images": images.fingerprint()}
+def _of_tables(part: Any) -> dict[str, str]:
+    """The fingerprints of what is read beside the tokens: tables of images, of neighbours."""
+    tables = {name: getattr(part, name, None) for name in ("images", "neighbours")}
+    return {name: table.fingerprint() for name, table in tables.items() if table is not None}
 
 
 def check_same_data(old: dict[str, Any], new: dict[str, Any], where: str) -> None:
@@ -363,6 +364,7 @@ def _changed_files(old: Any, new: list[dict[str, Any]]) -> list[str]:
             "sha256",
             "fingerprint",
             "images",
+            "neighbours",
             "holds_out_last",
         )  # of the last see _split
         different = [key for key in compared if before.get(key) != now.get(key)]

@@ -7,13 +7,16 @@ import jax
 import jax.numpy as jnp
 
 from megajax.data.config import DataConfig
-from megajax.data.datasets import Formats
+from megajax.data.datasets import Amounts, Datasets, Formats
+from megajax.data.prepare.text_corpus import prepare_text
 from megajax.data.samples.fim import FillInTheMiddle
 from megajax.data.samples.gpt import GptFormat
+from megajax.data.samples.retro import RetroFormat
 from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.fields.ranges import Probability
 from megajax.models.interface import AnyModule, BatchArray, LossOptions, LossTerms, ModelConfig
-from megajax.retrieval.inputs import NO_TOKEN
+from megajax.retrieval.build import WHOLE, build
+from megajax.retrieval.inputs import NO_TOKEN, NeighbourInputs
 from megajax.tasks.interface import Task, of_next_row, with_labels
 
 
@@ -50,7 +53,27 @@ class Language(Task):
             eod_id=tokenizer.eod_id,
             vocab_size=tokenizer.vocab_size,
         )
+        if model.neighbours is not None:
+            return self._with_neighbours(plain, data, model.neighbours)
         return Formats(dataclasses.replace(plain, fill_in_the_middle=self._fill_in_the_middle(tokenizer)), plain)
+
+    def datasets(self, data: DataConfig, model: ModelConfig, amounts: Amounts) -> Datasets:
+        if model.neighbours is not None and data.source == "text":
+            train, held_out, _ = prepare_text(data, self.text_form)
+            for prefix in (train, held_out):
+                build(prefix, database=train, split=WHOLE, chunk_length=model.neighbours.chunk_length)
+        return super().datasets(data, model, amounts)
+
+    def _with_neighbours(self, plain: GptFormat, data: DataConfig, inputs: NeighbourInputs) -> Formats:
+        if self.fim_rate:
+            raise ValueError(
+                f"task.fim_rate={self.fim_rate} moves the text of a document, and its neighbours are those of the text "
+                "as it stands; use --task.fim_rate=0"
+            )
+        # as data/datasets.py splits what is trained on
+        split = data.split if data.source == "indexed" and not data.eval_paths else WHOLE
+        form = RetroFormat(**vars(plain), inputs=inputs, split=split)
+        return Formats(form, dataclasses.replace(form, trains=False))
 
     def loss(self, module: AnyModule, h: jax.Array, batch: dict, options: LossOptions) -> LossTerms:
         return next_token_loss(module, h, batch, options)

@@ -165,6 +165,11 @@ class IndexedDataset:
             self._check_size()
         return self._tokens[begin : begin + length * self.dtype.itemsize].view(self.dtype)
 
+    def flat(self) -> np.ndarray:
+        """The tokens of all sequences, one after another, `dtype` [tokens], as a view."""
+        self._check_size()
+        return self._tokens.view(self.dtype)
+
     def _check_size(self) -> None:
         """Raises ValueError if the tokens were cut off: reading beyond the end of a mapped file is a bus error."""
         size = os.fstat(self._file.fileno()).st_size

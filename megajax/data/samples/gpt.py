@@ -48,7 +48,7 @@ class GptFormat:
 
     def build(
         self, indexed: TokenSource, part: Part, num_samples: int, sequence_length: int, seed: int, cache_dir: str
-    ) -> "GptDataset":
+    ) -> SampleDataset:
         return GptDataset(indexed, part, num_samples, sequence_length, seed, self, cache_dir)
 
 
@@ -126,18 +126,22 @@ class GptDataset(SampleDataset[GptFormat]):
             "segment_ids": segments,
         }
 
-    def _read(self, i: int) -> tuple[list[int], list[np.ndarray]]:
-        """-> (the sequences of a sample, their non-empty parts [length], T + 1 tokens in total)."""
+    def spans(self, i: int) -> list[tuple[int, int, int]]:
+        """(sequence, begin, end) of the parts of sample i, T + 1 tokens in total; a part may be empty."""
         row = int(self.shuffle_index[i])
         (first, first_offset), (last, last_offset) = self.sample_index[row : row + 2].tolist()
-        sequences = self.document_index[first : last + 1].tolist()
-        parts = []
-        for position, sequence in enumerate(sequences, first):
+        spans = []
+        for position, sequence in enumerate(self.document_index[first : last + 1].tolist(), first):
             begin = first_offset if position == first else 0
-            part = self.indexed.read(sequence, begin, last_offset + 1 - begin if position == last else None)
-            if len(part):
-                parts.append(part)
-        return sequences, parts
+            end = last_offset + 1 if position == last else int(self.indexed.lengths[sequence])
+            spans.append((sequence, begin, end))
+        return spans
+
+    def _read(self, i: int) -> tuple[list[int], list[np.ndarray]]:
+        """-> (the sequences of a sample, their non-empty parts [length], T + 1 tokens in total)."""
+        spans = self.spans(i)
+        parts = [self.indexed.read(sequence, begin, end - begin) for sequence, begin, end in spans if begin < end]
+        return [sequence for sequence, _, _ in spans], parts
 
 
 def build_indices(
