@@ -70,6 +70,8 @@ def build(
     first, last = source.first[list(documents)].tolist()
     if first == last or not len(grid):
         raise ValueError(f"split={tuple(split)} leaves no text of {database} to find neighbours in for {prefix}")
+    if len(source) > np.iinfo(np.int32).max:
+        raise ValueError(f"{database} has {len(source):,} chunks, more than int32 numbers; use a longer chunk_length")
     embedder = embedder or hash_embedder(source, documents)
 
     @functools.cache

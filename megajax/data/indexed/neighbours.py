@@ -54,7 +54,8 @@ class ChunkGrid:
         ends = np.where(chunks == NO_CHUNK, 0, self._ends[documents])
         places = begins[..., None] + np.arange(length)
         found = places < ends[..., None]
-        return np.where(found, self.indexed.flat()[np.where(found, places, 0)], NO_TOKEN).astype(np.int32)
+        tokens = self.indexed.flat()[np.where(found, places, 0)].astype(np.int32)
+        return np.where(found, tokens, NO_TOKEN)
 
     def last_complete(self, document: int, offset: int) -> int:
         """The latest chunk of a document that ends with its token `offset`, or before; NO_CHUNK: none does."""
