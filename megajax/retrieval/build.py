@@ -26,9 +26,9 @@ from megajax.terminal.announce import announced
 CHUNK_LENGTH = NeighbourInputs().chunk_length
 WHOLE = (1.0, 0.0, 0.0)
 MAX_OVERLAP = 0.5
-"""A neighbour is dropped if, with what follows it, it has more than this share of the 13-grams of the chunk, or of
-those that end in the next chunk: more than half of it is a copy, whose continuation a model would repeat rather than
-learn."""
+"""A neighbour is a copy if, with what follows it, it has more than this share of the 13-grams of the chunk, or of those
+that end in the next chunk: by default more than half, so that a quotation is none. All neighbours from a document with
+a copy are dropped, since other chunks of it may be copies of what comes later."""
 # Of which NUM_KEPT are left, if as many overlap less.
 NUM_CANDIDATES = 2 * NUM_KEPT
 BLOCK_ROWS = 1 << 16
@@ -70,6 +70,8 @@ def build(
     first, last = source.first[list(documents)].tolist()
     if first == last or not len(grid):
         raise ValueError(f"split={tuple(split)} leaves no text of {database} to find neighbours in for {prefix}")
+    if len(source) > np.iinfo(np.int32).max:
+        raise ValueError(f"{database} has {len(source):,} chunks, more than int32 numbers; use a longer chunk_length")
     embedder = embedder or hash_embedder(source, documents)
 
     @functools.cache
@@ -89,7 +91,9 @@ def build(
         _, rows = searched.search(queries[chunks], own, NUM_CANDIDATES)
         found = np.where(rows == NO_ROW, NO_CHUNK, rows + first)
         copies = _shares(grid.tokens(chunks, 2 * chunk_length), source.tokens(found, 2 * chunk_length)) > max_overlap
-        found = np.where(copies, NO_CHUNK, found)
+        copied = np.where(copies, source.documents(found), NO_DOCUMENT)
+        dropped = (source.documents(found)[..., None] == copied[:, None]).any(axis=2)
+        found = np.where(dropped, NO_CHUNK, found)
         order = np.argsort(found == NO_CHUNK, axis=1, kind="stable")[:, :NUM_KEPT]
         return np.take_along_axis(found, order, axis=1)[: end - begin].astype(np.int32)
 

@@ -1,5 +1,7 @@
 """Vectors of chunks from a bidirectional model: a run, or a Hugging Face folder."""
 
+import os
+
 import numpy as np
 
 from megajax.data.config import DataConfig
@@ -31,7 +33,7 @@ class TextEmbedder:
         self._longest = opened.model.config.max_length
         self.width = self._encoder.embed(["a"], "mean").shape[1]
         step = getattr(opened.source, "step", None)
-        self.facts = {"kind": "model", "model": path, "step": step, "width": self.width}
+        self.facts = {"kind": "model", "model": os.path.abspath(path), "step": step, "width": self.width}
 
     def embed(self, chunks: np.ndarray) -> np.ndarray:
         """int32 [n, chunk_length], NO_TOKEN for padding -> float16 [n, width] of length 1."""

@@ -7,7 +7,6 @@
 | the rest | the rows, little-endian |
 """
 
-import contextlib
 import fcntl
 import hashlib
 import json
@@ -94,19 +93,30 @@ def write_blocks(
     with the same facts computes the blocks that it lacks. A second process on the machine waits for the first.
     """
     header = {"rows": shape[0], "columns": shape[1], "dtype": dtype, "block_rows": block_rows, "facts": facts}
+    if _is_intact(path, header):
+        return
     partial = path + ".partial"
     with open(path + ".lock", "w") as lock:
         with announced(f"waiting for another process that builds {path}"):
             fcntl.flock(lock, fcntl.LOCK_EX)  # freed by the system if this process dies
+        if _is_intact(path, header):
+            return
         if os.path.isfile(path) and _read_header(path)[0] == header:
-            with contextlib.suppress(ValueError):
-                BlockFile(path).array(0, shape[0])
-                return
             os.replace(path, partial)  # its damaged blocks are computed again
         with _open_partial(partial, header) as file:
             _fill(file, header, compute)
             os.fsync(file.fileno())
         os.replace(partial, path)
+
+
+def _is_intact(path: str, header: dict[str, Any]) -> bool:
+    if not os.path.isfile(path) or _read_header(path)[0] != header:
+        return False
+    try:
+        BlockFile(path).array(0, header["rows"])
+    except ValueError:
+        return False
+    return True
 
 
 def _fill(file, header: dict[str, Any], compute: Callable[[int, int], np.ndarray]) -> None:

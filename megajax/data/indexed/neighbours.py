@@ -51,10 +51,10 @@ class ChunkGrid:
         length]. NO_CHUNK: NO_TOKEN alone."""
         documents = self.documents(np.maximum(chunks, 0))
         begins = self._begins[documents] + (chunks - self.first[documents]) * self.chunk_length
-        ends = np.where(chunks == NO_CHUNK, 0, self._ends[documents])
         places = begins[..., None] + np.arange(length)
-        found = places < ends[..., None]
-        return np.where(found, self.indexed.flat()[np.where(found, places, 0)], NO_TOKEN).astype(np.int32)
+        found = (places < self._ends[documents][..., None]) & (chunks != NO_CHUNK)[..., None]
+        tokens = self.indexed.flat()[np.where(found, places, 0)].astype(np.int32)
+        return np.where(found, tokens, NO_TOKEN)
 
     def last_complete(self, document: int, offset: int) -> int:
         """The latest chunk of a document that ends with its token `offset`, or before; NO_CHUNK: none does."""
