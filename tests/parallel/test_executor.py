@@ -21,6 +21,8 @@ class Mix:
 
     kind = "mix"
     factor: float
+    reads: bool = False
+    """Whether it adds what `embed` gives besides x."""
 
     def shape(self):
         return (D, D)
@@ -35,6 +37,7 @@ class Scale:
     """x (1 + s): another kind, without an auxiliary loss."""
 
     kind = "scale"
+    reads: bool = False
 
     def shape(self):
         return (D,)
@@ -47,11 +50,11 @@ def add(left, right):
     return {name: left.get(name, 0.0) + right.get(name, 0.0) for name in {**left, **right}}
 
 
-def run_layers(configs, weights, held, x, inputs):
+def run_layers(configs, weights, held, x, entered, inputs):
     """held: a shift of each layer, which has no gradient."""
     auxiliary, metrics = {}, {}
     for config, w, shift, noise in zip(configs, weights, held, inputs, strict=True):
-        x, new = config(w, x + shift, noise)
+        x, new = config(w, x + shift + entered["more"] if config.reads else x + shift, noise)
         auxiliary = add(auxiliary, new)
         metrics = add(metrics, {f"{name}_again": jnp.stack([value, 1.0]) for name, value in new.items()})
     return x, (auxiliary, metrics)
@@ -62,8 +65,13 @@ def loss_of(shared, held, x, batch):
     return loss, {"loss": loss, "output": jnp.mean(x)}
 
 
+def embed(shared, held, batch, key):
+    x = batch["x"] * shared["into"]
+    return x + held["offset"], {"more": jnp.sin(x)}
+
+
 PARTS = Parts(
-    embed=lambda shared, held, batch, key: batch["x"] * shared["into"] + held["offset"],
+    embed=embed,
     key_of=jax.random.fold_in,
     inputs=lambda batch, key: key,
     stage=run_layers,
@@ -72,8 +80,8 @@ PARTS = Parts(
     constrain_gradients=lambda kind, tree: tree,
 )
 PATTERNS = {
-    "as Mamba and attention": [Mix(1.0), Scale(), Scale(), Mix(0.5), Scale(), Mix(1.0), Mix(1.0)],
-    "one kind in one stage": [Scale(), Scale(), Scale(), Mix(1.0), Mix(1.0), Mix(1.0), Mix(2.0)],
+    "as Mamba and attention": [Mix(1.0, reads=True), Scale(), Scale(), Mix(0.5), Scale(), Mix(1.0), Mix(1.0)],
+    "one kind in one stage": [Scale(reads=True), Scale(), Scale(), Mix(1.0), Mix(1.0), Mix(1.0), Mix(2.0)],
 }
 
 
@@ -110,9 +118,9 @@ def test_terms_and_gradients_equal_plain_differentiation(pattern, fields, train,
         losses, reports, terms = [], [], []
         for number in range(num_microbatches):
             one, its_key = jax.tree.map(lambda a, n=number: a[n], batch), jax.random.fold_in(key, number)
-            x = PARTS.embed(shared, shared_held, one, its_key)
+            x, entered = PARTS.embed(shared, shared_held, one, its_key)
             inputs = [PARTS.layer_inputs(its_key, layer) for layer in range(len(pattern))]
-            x, new = run_layers(pattern, weights, shifts, x, inputs)
+            x, new = run_layers(pattern, weights, shifts, x, entered, inputs)
             loss, reported = PARTS.loss(shared, shared_held, x, one)
             losses.append(loss)
             reports.append(reported)
