@@ -96,7 +96,8 @@ class Generate(OfEngine, OfSampling):
         opened = self.open()
         database = None
         if self.database is not None:
-            database = Database.open(self.database, opened.model.config.neighbours)
+            assert (inputs := opened.model.config.neighbours) is not None
+            database = Database.open(self.database, inputs)
         writer = WriterWithDatabase(opened, None if database is None else database.neighbours_of)
         found = writer.write(prompts, sampling)
         # as the engine prints them: the prompt and its continuation

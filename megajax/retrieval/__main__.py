@@ -1,8 +1,11 @@
-"""A database of neighbours of text: megajax retrieve build PREFIX ... [options], and query PREFIX --text=TEXT
+"""A database of neighbours of text: megajax retrieve build PREFIX ... [options], query PREFIX --text=TEXT, and
+report --run=DIR
 
   build    finds the neighbours of the chunks of each PREFIX.bin and writes PREFIX.neighbours, which models that read
            neighbours train on, and PREFIX.embeddings. A build that was killed goes on where it stopped.
   query    prints the chunks of a database that are nearest to a text, each with its score and its document
+  report   prints the loss of a trained model on held-out text with neighbours, with random ones and without, by how
+           much of the text its neighbours give away
 
 docs/retrieval.md says what neighbours are, and which never are.
 """
@@ -22,6 +25,7 @@ from megajax.mesh.processes import use_compilation_cache
 from megajax.retrieval.build import CHUNK_LENGTH, MAX_OVERLAP, build
 from megajax.retrieval.database import Database
 from megajax.retrieval.inputs import NeighbourInputs
+from megajax.retrieval.report import report
 from megajax.retrieval.text_embedder import TextEmbedder
 from megajax.terminal.command_line import POSITIONAL, choose, errors_in_one_line
 from megajax.training.reporting.console import log_to_stderr
@@ -94,7 +98,32 @@ class Query:
             )
 
 
-COMMANDS = {"build": Build, "query": Query}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Report:
+    """Print what neighbours gain, by how much of the text they give away."""
+
+    run: str
+    """Directory of a run of a model that reads neighbours."""
+    baseline: str | None = None
+    """Directory of a run of a plain model on the same data, with the same tokenizer."""
+    samples: Annotated[int, Range(at_least=8)] = 128
+    """Held-out samples to read."""
+
+    def __call__(self) -> None:
+        rows = report(self.run, self.baseline, self.samples)
+        losses = [name for name in rows[-1] if name not in ("overlap", "chunks")]
+        print(f"| 13-grams in neighbours | chunks | {' | '.join(losses)} |")
+        print("|---" * (2 + len(losses)) + "|")
+        for row, name in zip(rows, names_of(rows), strict=True):
+            cells = [f"{row[loss]:.3f}" if loss in row else "-" for loss in losses]
+            print(f"| {name} | {row['chunks']:,} | {' | '.join(cells)} |")
+
+
+def names_of(rows: Sequence[dict[str, float]]) -> list[str]:
+    return ["none", *(f"up to {row['overlap']:.0%}" for row in rows[1:-2]), "more", "all"]
+
+
+COMMANDS = {"build": Build, "query": Query, "report": Report}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
