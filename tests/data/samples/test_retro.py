@@ -134,7 +134,7 @@ def test_later_tokens_change_no_neighbours(built):
         return of_document, [dataset[i] for i in range(len(dataset))]
 
     table_before, before = neighbours()
-    documents[changed][17:] = 29 - documents[changed][17:] % 15
+    documents[changed][22:] = 29 - documents[changed][22:] % 15
     write(prefix, documents)
     table_after, after = neighbours()
     assert np.array_equal(table_before[:2], table_after[:2])
