@@ -20,7 +20,7 @@ from megajax.data.samples.gpt import split_ranges
 from megajax.retrieval.hash_embedder import HashEmbedder
 from megajax.retrieval.inputs import NeighbourInputs
 from megajax.retrieval.overlap import GRAM, overlaps
-from megajax.retrieval.search import NO_DOCUMENT, NO_ROW, ExactIndex, FaissIndex, VectorIndex
+from megajax.retrieval.search import NO_DOCUMENT, NO_ROW, ExactIndex, FaissIndex, VectorIndex, loaded_faiss
 from megajax.terminal.announce import announced
 
 CHUNK_LENGTH = NeighbourInputs().chunk_length
@@ -61,6 +61,8 @@ def build(
     split: shares of training, evaluation and test documents of the database (data.split). database: its prefix; None:
     `prefix`. embedder: None: HashEmbedder of the database. index: of faiss (search.py FaissIndex); empty: exact.
     """
+    if index:
+        loaded_faiss(index)  # chunks may take hours to embed before it is needed
     prefix = prefix_of(prefix)
     database = prefix_of(database or prefix)
     grid = ChunkGrid(IndexedDataset(prefix), chunk_length)

@@ -4,7 +4,7 @@ Dimensions: Q queries, N vectors, W their width, K results, R vectors of a block
 """
 
 import functools
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -64,15 +64,20 @@ def _search(queries_QW, documents_Q, vectors_BRW, documents_BR, num_vectors, *, 
     return jax.lax.scan(merge, start, (numbers, vectors_BRW, documents_BR))[0]
 
 
+def loaded_faiss(spec: str) -> Any:
+    try:
+        import faiss
+    except ImportError:
+        raise ValueError(f"--index={spec} needs the package faiss; pip install 'megajax[retrieval]'") from None
+    return faiss
+
+
 class FaissIndex:
     """As ExactIndex, with an index of faiss, such as IVF4096,PQ32 (its index_factory): less memory and time, some
     neighbours missed. Raises ValueError if the package is missing or does not know the index."""
 
     def __init__(self, spec: str, vectors: np.ndarray, documents: np.ndarray):
-        try:
-            import faiss
-        except ImportError:
-            raise ValueError(f"--index={spec} needs the package faiss; pip install 'megajax[retrieval]'") from None
+        faiss = loaded_faiss(spec)
         self._documents = documents
         try:
             self._index = faiss.index_factory(vectors.shape[1], spec, faiss.METRIC_INNER_PRODUCT)

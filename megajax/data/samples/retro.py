@@ -39,6 +39,7 @@ class RetroDataset(SampleDataset[RetroFormat]):
     """As GptDataset, and neighbour_tokens int32 [T / m, count, length]: of each chunk the nearest chunks of the
     database and what follows them in their documents, then NO_TOKEN; where neighbours are missing, NO_TOKEN alone.
 
+    Attributes: `text`, the samples without neighbours; `neighbours`, the table of the dataset, None for mock documents.
     Raises ValueError, with the command that builds it, if there is no PREFIX.neighbours, or one with another database
     than the training documents of the run.
     """
@@ -54,7 +55,7 @@ class RetroDataset(SampleDataset[RetroFormat]):
             )
         if inputs.count > NUM_KEPT:
             raise ValueError(f"the model reads {inputs.count} neighbours of a chunk; a database gives up to {NUM_KEPT}")
-        self._text = GptDataset(
+        self.text = GptDataset(
             self.indexed,
             self.part,
             self.num_samples,
@@ -63,7 +64,7 @@ class RetroDataset(SampleDataset[RetroFormat]):
             self.sample_format,
             self.cache_dir,
         )
-        self.tokens_per_epoch = self._text.tokens_per_epoch
+        self.tokens_per_epoch = self.text.tokens_per_epoch
         self.neighbours = self._opened()
 
     def _opened(self) -> NeighbourTable | None:
@@ -110,16 +111,16 @@ class RetroDataset(SampleDataset[RetroFormat]):
         return f"build it with megajax retrieve build {self.indexed.prefix}{options}"
 
     def __len__(self) -> int:
-        return len(self._text)
+        return len(self.text)
 
     def sample(self, i: int) -> dict[str, np.ndarray]:
-        return self._text[i] | {"neighbour_tokens": self._neighbour_tokens(i)}
+        return self.text[i] | {"neighbour_tokens": self._neighbour_tokens(i)}
 
     def _neighbour_tokens(self, i: int) -> np.ndarray:
         inputs = self.sample_format.inputs
         table = self.neighbours
         assert table is not None
-        spans = [span for span in self._text.spans(i) if span[1] < span[2]]
+        spans = [span for span in self.text.spans(i) if span[1] < span[2]]
         ends = np.cumsum([end - begin for _, begin, end in spans])
         chunks = []
         for last in range(inputs.chunk_length - 1, self.sequence_length, inputs.chunk_length):
