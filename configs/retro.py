@@ -40,9 +40,9 @@ def retro_tiny() -> Config:
             name="muon", momentum=0.95, learning_rate=1.5e-2, min_learning_rate=1e-4, warmup_steps=10, weight_decay=0.1
         ),
         training=TrainingConfig(
-            steps=150, global_batch_size=16, sequence_length=256, log_every_steps=10, eval_every_steps=50, eval_steps=8
+            steps=600, global_batch_size=16, sequence_length=256, log_every_steps=10, eval_every_steps=100, eval_steps=8
         ),
-        checkpoint=CheckpointConfig(every_steps=50),
+        checkpoint=CheckpointConfig(every_steps=200),
     )
 
 

@@ -114,6 +114,7 @@ TINY_RECIPES = {
         "training.sequence_length": 64,
         "data.tokenizer": "bytes:<image>,<audio>",
     },
+    "retro_tiny": {"model.num_layers": 1, "model.retrieval_layers": (0,), "model.chunk_length": 8},
 }
 
 
@@ -147,7 +148,7 @@ def test_every_tiny_recipe_is_trained_restored_planned_and_generates_or_says_why
     state, metrics = tiny_run.step(tiny_run.restore(2), tiny_run.batch(2))
     assert metrics["loss"] == pytest.approx(last, rel=1e-5) and int(state.step) == 3  # sums in another order
     assert tiny_run.plan().fits
-    if tiny_run.config.model.kind in ("bert", "t5"):
+    if tiny_run.config.model.kind in ("bert", "t5", "retro"):
         with pytest.raises(ValueError, match=f"model.kind={tiny_run.config.model.kind}"):
             tiny_run.generate("abc", max_tokens=2)
     else:

@@ -156,7 +156,7 @@ def test_texts_are_printed_in_the_order_of_the_prompts(capsys):
 def test_each_call_draws_a_seed_and_says_how_to_repeat_it(monkeypatch, caplog):
     caplog.set_level("INFO", "megajax")
     used = []
-    decoder = SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(reads_source=False)))
+    decoder = SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(reads_source=False, neighbours=None)))
     monkeypatch.setattr("megajax.weights.sources.open_source", lambda *_: decoder)
     monkeypatch.setattr(OfEngine, "engine", lambda options: Backwards())
     monkeypatch.setattr(generation, "print_texts", lambda engine, prompts, sampling, images: used.append(sampling.seed))
