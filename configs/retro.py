@@ -14,7 +14,9 @@ from megajax.training.config import TrainingConfig
 def retro_tiny() -> Config:
     """A small GPT that looks up the sources of Python's standard library while it reads them.
 
-    Hardware: 2 CPU cores.
+    Hardware: 2 CPU cores. Measured: 6.5k tokens/s, 1.320 bits per byte after 6 min 21 s of steps; loss 2.461, with the
+    neighbours of other samples 2.471, without any 2.483 (2 cores, jax 0.10.2, 2026-11-24). The same decoder without
+    retrieval has 2.462 (docs/retrieval.md).
     Command: python train.py --config=retro_tiny
     """
     return Config(
