@@ -75,8 +75,8 @@ def mimo_tiny() -> Config:
     drawn when the run starts.
 
     Hardware: 2 CPU cores, and Pillow (pip install 'megajax[images]'). Measured: 93.1 % of held-out answers right after
-    2 min 25 s of steps (2 min 50 s in all, 319 s of processor time); with the images and sounds of other conversations
-    26.1 %, with grey images 27.8 %, with silent clips 59.4 %: half of the questions are about images alone, a sixth
+    2 min 28 s of steps (3 min 7 s in all, 351 s of processor time); with the images and sounds of other conversations
+    21.2 %, with grey images 32.5 %, with silent clips 61.9 %: half of the questions are about images alone, a sixth
     about sound alone (2 cores, jax 0.10.2, 2026-11-24).
     Command: python train.py --config=mimo_tiny
     """
