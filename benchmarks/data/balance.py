@@ -164,7 +164,7 @@ def ratios(
 
 
 def table(count: int) -> list[str]:
-    """Lines of Markdown, of so many conversations."""
+    """Lines of Markdown. count: of conversations."""
     model = configs.recipe("qwen3_vl_8b").model
     assert isinstance(model, MultimodalConfig)
     (inputs,) = model.media

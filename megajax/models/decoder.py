@@ -137,6 +137,15 @@ class DecoderConfig(DecoderFields, ModelConfig):
         self.check_fields(mesh, sequence_length)
         super().check(mesh, sequence_length, execution)
 
+    def check_one_branch(self) -> None:
+        """For families whose layers have one branch. Raises ValueError for fields that say how two go together."""
+        for name, needed in {"norm_placement": "pre", "parallel_residual": "none", "mtp_layers": 0}.items():
+            if getattr(self, name) != needed:
+                raise ValueError(
+                    f"model.{name}={getattr(self, name)} is not supported by model.kind={self.kind}, whose layers have "
+                    f"one branch; use --model.{name}={needed}"
+                )
+
 
 def mtp_name(depth: int) -> str:
     """Name of the stack of multi-token prediction at this depth, from 1."""

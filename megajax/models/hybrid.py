@@ -74,13 +74,7 @@ class HybridConfig(DecoderConfig):
 
     def check(self, mesh: MeshConfig, sequence_length: int, execution: ExecutionConfig) -> None:
         self._check_pattern()
-        unsupported = {"norm_placement": "pre", "parallel_residual": "none", "mtp_layers": 0}
-        for name, needed in unsupported.items():
-            if getattr(self, name) != needed:
-                raise ValueError(
-                    f"model.{name}={getattr(self, name)} is not supported by model.kind=hybrid, whose layers have one "
-                    f"branch; use --model.{name}={needed}"
-                )
+        self.check_one_branch()
         super().check(mesh, sequence_length, execution)
 
     def _check_pattern(self) -> None:

@@ -133,13 +133,7 @@ class RetroConfig(DecoderConfig):
     def check(self, mesh: MeshConfig, sequence_length: int, execution: ExecutionConfig) -> None:
         self._check_layers()
         self._check_mesh(mesh, sequence_length, execution)
-        unsupported = {"norm_placement": "pre", "parallel_residual": "none", "mtp_layers": 0}
-        for name, needed in unsupported.items():
-            if getattr(self, name) != needed:
-                raise ValueError(
-                    f"model.{name}={getattr(self, name)} is not supported by model.kind=retro; use "
-                    f"--model.{name}={needed}"
-                )
+        self.check_one_branch()
         super().check(mesh, sequence_length, execution)
 
     def _check_layers(self) -> None:
