@@ -71,6 +71,6 @@ def retro_2b() -> Config:
         execution=ExecutionConfig(recompute="selective"),
         optimizer=OptimizerConfig(learning_rate=6e-4, min_learning_rate=6e-5, warmup_steps=800, weight_decay=0.1),
         training=TrainingConfig(
-            steps=650_000, global_batch_size=256, microbatch_size=32, sequence_length=2048, eval_every_steps=2000
+            steps=650_000, global_batch_size=256, microbatch_size=8, sequence_length=2048, eval_every_steps=2000
         ),
     )

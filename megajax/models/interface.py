@@ -198,6 +198,10 @@ class ModelConfig:
         """FLOPs per token of the forward pass outside the stacks: the output layer."""
         raise NotImplementedError
 
+    def activations_outside(self, sequence_length: int) -> float:
+        """Elements per token that are kept for the backward pass by what is in no stack."""
+        return 0.0
+
     def notes(self, sequence_length: int) -> dict[str, str]:
         """What a plan and the start of a run say of the model besides its size: {name: text}."""
         return {}

@@ -13,11 +13,12 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from megajax.fields.ranges import NonNegativeInt, PositiveInt
 from megajax.layers.chunked_cross_attention import BlockAttention, BlockAttentionConfig
-from megajax.layers.dropout import DropoutKey
+from megajax.layers.dropout import DropoutKey, dropout
 from megajax.layers.feed_forward.mlp import Mlp, MlpConfig
 from megajax.layers.layer import BranchConfig, Flops, Totals
 from megajax.layers.norm import Norm
@@ -110,6 +111,19 @@ class RetroConfig(DecoderConfig):
         return MlpConfig(self.embed_dim, self.width_of_mlp, self.activation, "mlp" in self.biases, *stds)
 
     @property
+    def encoder_branches(self) -> tuple[BranchConfig, ...]:
+        """Of all layers of the encoder: attention to the neighbour, in the first layer to the chunk, MLP."""
+        chunk, count, length = self.chunk_length, self.num_neighbours, self.neighbour_length
+        own = dataclasses.replace(self.block_attention, chunk_length=length, num_keys=length)
+        cross = dataclasses.replace(self.block_attention, chunk_length=count * length, num_keys=chunk)
+        return (own, self.encoder_mlp) * self.encoder_layers + (cross,)
+
+    @property
+    def neighbours_per_token(self) -> float:
+        """Tokens of neighbours per token of the text."""
+        return self.num_neighbours * self.neighbour_length / self.chunk_length
+
+    @property
     def stack_roles(self) -> dict[str, StackRole]:
         return {"front_layers": "embed"}
 
@@ -120,15 +134,15 @@ class RetroConfig(DecoderConfig):
         return super().inputs(sequence_length, packed=packed) | {"neighbour_tokens": neighbours}
 
     def flops_outside(self, sequence_length: int) -> Flops:
-        """With the encoder of neighbours: of each of its tokens attention to the neighbour and, in the first layer, to
-        the chunk."""
-        tokens = self.num_neighbours * self.neighbour_length / self.chunk_length
-        width = self.num_heads * self.width_of_head
-        one = Flops(8 * self.embed_dim * width + 4 * width * self.neighbour_length)
-        one += self.encoder_mlp.flops(self.neighbour_length)
-        cross = Flops(4 * self.embed_dim * width + 4 * width * self.chunk_length)
-        to_chunk = Flops(4 * self.embed_dim * width)
-        return super().flops_outside(sequence_length) + (one * self.encoder_layers + cross) * tokens + to_chunk
+        """With the encoder of neighbours."""
+        encoder = sum((branch.flops(self.neighbour_length) for branch in self.encoder_branches), Flops())
+        return super().flops_outside(sequence_length) + encoder * self.neighbours_per_token
+
+    def activations_outside(self, sequence_length: int) -> float:
+        """Those of the encoder, whose weights of attention are kept too."""
+        found = [a for branch in self.encoder_branches for a in branch.activations(self.neighbour_length).values()]
+        around = 2 * self.embed_dim * len(self.encoder_branches)
+        return (sum(a.elements + a.scores for a in found) + around) * self.neighbours_per_token
 
     def check(self, mesh: MeshConfig, sequence_length: int, execution: ExecutionConfig) -> None:
         self._check_layers()
@@ -191,26 +205,27 @@ class Retro(Decoder):
         self.encoder = NeighbourEncoder(config, rngs=rngs)
 
     def hidden(self, batch: dict, key: DropoutKey | None = None) -> tuple[jax.Array, tuple[Totals, ...]]:
-        embed_key, front_key, layers_key = (None,) * 3 if key is None else key.split(3)
+        embed_key, front_key, encoder_key, layers_key = (None,) * 4 if key is None else key.split(4)
         x_BTD = self.embed(batch, embed_key)
         inputs = self.block_inputs(batch)
         x_BTD, _, of_front = self.front_layers(x_BTD, inputs, key=front_key)
-        x_BTD, _, of_body = self.layers(x_BTD, inputs | self._neighbours(batch, x_BTD), key=layers_key)
+        inputs |= self._neighbours(batch, x_BTD, encoder_key)
+        x_BTD, _, of_body = self.layers(x_BTD, inputs, key=layers_key)
         return self.output(x_BTD), (of_front, of_body)
 
-    def _neighbours(self, batch: dict, x_BTD: jax.Array) -> dict:
+    def _neighbours(self, batch: dict, x_BTD: jax.Array, key: DropoutKey | None) -> dict:
         """What the chunked cross-attention reads; x: the text in the middle of the first layer that has one."""
         tokens_BUKR = batch["neighbour_tokens"]
         is_token_BUKR = tokens_BUKR != NO_TOKEN
         found_BXD = embed(self.embedding[...], jnp.maximum(tokens_BUKR, 0).reshape(len(x_BTD), -1), self.dtype)
         return {
-            "neighbours": self.encoder(found_BXD.reshape(*tokens_BUKR.shape, -1), is_token_BUKR, x_BTD),
+            "neighbours": self.encoder(found_BXD.reshape(*tokens_BUKR.shape, -1), is_token_BUKR, x_BTD, key),
             "is_neighbour": is_token_BUKR.reshape(*tokens_BUKR.shape[:2], -1),
         }
 
 
 class NeighbourEncoder(nnx.Module):
-    """Encodes each neighbour in both directions, and in the first layer with attention to its chunk. No dropout."""
+    """Encodes each neighbour in both directions, and in the first layer with attention to its chunk."""
 
     def __init__(self, config: RetroConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -222,7 +237,9 @@ class NeighbourEncoder(nnx.Module):
             setattr(self, f"layer_{number}", EncoderLayer(config, reads_chunk=number == 0, rngs=rngs))
         self.norm = Norm(config.norm_config, D, rngs=rngs)
 
-    def __call__(self, x_BUKRD: jax.Array, is_token_BUKR: jax.Array, text_BTD: jax.Array) -> jax.Array:
+    def __call__(
+        self, x_BUKRD: jax.Array, is_token_BUKR: jax.Array, text_BTD: jax.Array, key: DropoutKey | None
+    ) -> jax.Array:
         """-> [B, U, K R, D]."""
         batch, chunks, count, length, width = x_BUKRD.shape
         x = x_BUKRD + self.positions[...].astype(x_BUKRD.dtype)
@@ -230,13 +247,15 @@ class NeighbourEncoder(nnx.Module):
         is_token = is_token_BUKR.reshape(batch, chunks * count, length)
         x = x.reshape(batch, chunks * count * length, width)
         for number in range(self.config.encoder_layers):
-            x = getattr(self, f"layer_{number}")(x, is_token, chunk_BUMD)
+            layer_key = None if key is None else key.fold(number)
+            x = getattr(self, f"layer_{number}")(x, is_token, chunk_BUMD, layer_key)
         return self.norm(x).reshape(batch, chunks, count * length, width)
 
 
 class EncoderLayer(nnx.Module):
     def __init__(self, config: RetroConfig, *, reads_chunk: bool, rngs: nnx.Rngs):
         self.reads_chunk = reads_chunk
+        self.dropout = config.dropout
         D = config.embed_dim
         self.attention_norm = Norm(config.norm_config, D, rngs=rngs)
         self.attention = BlockAttention(config.block_attention, rngs=rngs)
@@ -246,18 +265,24 @@ class EncoderLayer(nnx.Module):
         self.mlp_norm = Norm(config.norm_config, D, rngs=rngs)
         self.mlp = Mlp(config.encoder_mlp, rngs=rngs)
 
-    def __call__(self, x_BXD: jax.Array, is_token: jax.Array, chunk_BUMD: jax.Array) -> jax.Array:
+    def __call__(
+        self, x_BXD: jax.Array, is_token: jax.Array, chunk_BUMD: jax.Array, key: DropoutKey | None
+    ) -> jax.Array:
         """x: [B, U K R, D], all neighbours one after another; is_token: bool [B, U K, R]."""
 
         def in_blocks(number: int, norm: Norm) -> jax.Array:
             return norm(x_BXD).reshape(len(x_BXD), number, -1, x_BXD.shape[-1])
 
+        def dropped(y: jax.Array, branch: int) -> jax.Array:
+            branch_key = None if key is None else key.fold(branch)
+            return dropout(y.reshape(x_BXD.shape), self.dropout, branch_key, np.arange(x_BXD.shape[1]))
+
         own = in_blocks(is_token.shape[1], self.attention_norm)
-        x_BXD += self.attention.attend(own, own, is_token[:, :, None]).reshape(x_BXD.shape)
+        x_BXD += dropped(self.attention.attend(own, own, is_token[:, :, None]), 0)
         if self.reads_chunk:
             chunks = chunk_BUMD.shape[1]
             sees_all = jnp.ones((1, 1, 1, 1), bool)
             own = in_blocks(chunks, self.cross_norm)
-            x_BXD += self.cross_attention.attend(own, chunk_BUMD, sees_all).reshape(x_BXD.shape)
+            x_BXD += dropped(self.cross_attention.attend(own, chunk_BUMD, sees_all), 1)
         y_BXD = self.mlp(constrain(self.mlp_norm(x_BXD), "batch", "time", None))[0]
-        return x_BXD + constrain(y_BXD, "batch", "time", None)
+        return x_BXD + dropped(constrain(y_BXD, "batch", "time", None), 2)

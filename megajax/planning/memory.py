@@ -72,7 +72,8 @@ def activation_bytes(
 ) -> tuple[int, int]:
     """Bytes that forward and backward pass need besides the state -> (on the device, an estimate; on the host).
 
-    Saved for the backward pass: the input of each layer and the activations it saves by name. Working space: one layer
+    Saved for the backward pass: the input of each layer and the activations it saves by name, and what is kept outside
+    of the layers (ModelConfig.activations_outside). Working space: one layer
     without recomputation, the gathered weights of two layers, and the output layer with its float32 gradient and one
     chunk of logits. Plain attention, used on CPUs, in float32 and with attention dropout, materialises T x T scores: of
     all layers if they are unrolled, because XLA keeps them for the backward pass. A pipeline rank saves the activations
@@ -86,11 +87,12 @@ def activation_bytes(
     tokens = batch.microbatch // mesh.batch_shards * training.sequence_length / mesh.context
     kept = [_kept_elements(layer, training.sequence_length, mesh) for layer in layers]
     on_device = [tokens * itemsize * device for device, _ in kept]
+    outside = tokens * itemsize * model.config.activations_outside(training.sequence_length)
     on_host = sum(tokens * itemsize * host for _, host in kept)
     working = _working_bytes(model, layers, mesh, training, tokens, itemsize)
     working += tokens * 4 * _scores(model, layers, training.sequence_length, on_gpu=on_gpu) / mesh.tensor
     if model.stages is None:
-        return int(sum(on_device) / mesh.tensor + working), int(on_host / mesh.tensor)
+        return int((sum(on_device) + outside) / mesh.tensor + working), int(on_host / mesh.tensor)
     stages = model.stages
     num_slots, num_loss_slots = _num_slots(stages.num_ranks, batch.num_microbatches, stages.num_chunks)
     fullest = max(sum(on_device[number] for number in stage) for chunk in stages.layers for stage in chunk)

@@ -170,7 +170,8 @@ def test_without_neighbours_it_is_the_plain_decoder():
 
 def loss_and_gradients(sizes: dict, **how):
     mesh_config = MeshConfig(**sizes)
-    model = Model(CONFIG, PrecisionConfig(compute="float32"), ExecutionConfig(**how))
+    config = dataclasses.replace(CONFIG, dropout=0.1)
+    model = Model(config, PrecisionConfig(compute="float32"), ExecutionConfig(**how))
     mesh = make_mesh(mesh_config, jax.devices()[: mesh_config.num_devices])
     arrays = model.config.inputs(T, packed=True)
 
@@ -179,7 +180,12 @@ def loss_and_gradients(sizes: dict, **how):
         return jax.device_put(array, NamedSharding(mesh, jax.sharding.PartitionSpec(*batch_spec(dims)[1:])))
 
     batch = {name: placed(name, array) for name, array in make_batch().items()}
-    run = jax.jit(jax.value_and_grad(lambda weights, batch: model.loss(weights, batch, Language()).total()))
+
+    @jax.jit
+    @jax.value_and_grad
+    def run(weights, batch):
+        return model.loss(weights, batch, Language(), key=jax.random.key(1)).total()
+
     with jax.set_mesh(mesh):
         return jax.device_get(run(model.init(0, mesh), batch))
 
@@ -198,6 +204,7 @@ def on_one_device():
     ids=str,
 )
 def test_every_mesh_gives_the_same_loss_and_gradients(sizes, how):
+    """With dropout, whose masks depend on samples and positions alone."""
     loss, gradients = on_one_device()
     found, on_mesh = loss_and_gradients(sizes, **how)
     np.testing.assert_allclose(found, loss, rtol=1e-6)
