@@ -37,6 +37,7 @@ MAX_HEADS = 64  # per kv head
 SLOTS = 132 * 2  # target number of concurrent blocks on an H100: two per multiprocessor saturate its memory
 INT8_SLOTS = 132 * 4  # the same for int8, which also has to be converted
 MAX_PART_TOKENS = 4096  # so that the GPU does not wait long for one long sequence among short ones
+MANY_WAVES = 4  # of blocks: then it has others to do meanwhile, for twice as long
 
 
 def problem(
@@ -60,7 +61,8 @@ def problem(
 def num_parts(num_sequences: int, num_kv_heads: int, most_tokens: int, is_int8: bool = False, block: int = 64) -> int:
     """Number of parts for sequences of up to most_tokens: fills the GPU with blocks; each part adds 1 % overhead."""
     slots = INT8_SLOTS if is_int8 else SLOTS
-    least = -(-most_tokens // MAX_PART_TOKENS)
+    has_many = num_sequences * num_kv_heads >= MANY_WAVES * slots
+    least = -(-most_tokens // (MAX_PART_TOKENS * (2 if has_many else 1)))
     most = max(least, min(most_tokens // (2 * block), 64))
 
     def cost(parts: int) -> float:

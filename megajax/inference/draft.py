@@ -19,7 +19,7 @@ from megajax.inference.config import ServingConfig
 from megajax.inference.device.batches import Batches
 from megajax.inference.device.executor import Executor
 from megajax.inference.device.memory import has_states
-from megajax.inference.device.programs import HostChooser, HostPrefillBatch
+from megajax.inference.device.programs import HostBeside, HostChooser, HostPrefillBatch
 from megajax.inference.scheduling.work import Chunk, Decode, Guesses, Prefill, Run, Sequence
 from megajax.layers.attention.kv_cache import PoolSizes
 from megajax.models.model import Model
@@ -88,9 +88,9 @@ class DraftModel:
         # A step more than guesses, to store the keys and values of the last guess.
         self.executor = Executor(model, mesh, sizes, batches.vocab_size, draft_tokens + 1)
 
-    def read(self, batch: HostPrefillBatch, chooser: HostChooser) -> None:
+    def read(self, batch: HostPrefillBatch, chooser: HostChooser, beside: HostBeside | None) -> None:
         """Reads what the model reads."""
-        self.executor.prefill(self.params, batch, chooser, False)
+        self.executor.prefill(self.params, batch, chooser, beside, False)
 
     def guess(self, most: dict[Sequence, int], total: int) -> Guesses:
         """Up to the given number of tokens for each sequence, as far as its pages have room, and `total` for all, in
@@ -117,5 +117,4 @@ class DraftModel:
         last = len(sequence.tokens) - 1
         for start in range(sequence.num_drafted, last, self._batches.shapes.chunks[-1]):
             end = min(start + self._batches.shapes.chunks[-1], last)
-            batch, chooser = self._batches.prefill(Prefill([Chunk(sequence, start, end)]))
-            self.read(batch, chooser)
+            self.read(*self._batches.prefill(Prefill([Chunk(sequence, start, end)])))

@@ -58,7 +58,8 @@ class _Call(NamedTuple):
 
     work: Prefill | Decode
     drawn: Drawn
-    of_prompt: Logprobs | None
+    of_prompt: Logprobs | None = None
+    of_beside: Drawn | None = None
 
 
 class Engine:
@@ -83,7 +84,7 @@ class Engine:
         self.model = model
         self.mesh = mesh
         self.tokenizer = tokenizer
-        self.serving = serving.on(self._platform)
+        self.serving = serving.on(self.platform)
         self._trained_length = trained_length
         self.use(params)
         config = model.config
@@ -104,7 +105,10 @@ class Engine:
         check_draft(models, serving, self._vocab_size)
         check_states(models, [sizes, *draft_sizes], serving)
         self._max_length = min(longest_sequence(models, serving), sizes.num_pages * sizes.page_size)
-        shapes = Shapes.of(sizes, self._max_length, serving.max_batch_tokens, has_kernel=self._platform == "gpu")
+        has_kernel = self.platform == "gpu"
+        # Guesses are checked by calls of their own.
+        mixes = has_kernel and not serving.draft_tokens
+        shapes = Shapes.of(sizes, self._max_length, serving.max_batch_tokens, has_kernel, mixes=mixes)
         reads = self.model.config.image_inputs
         self.features = None
         if reads is not None:
@@ -114,7 +118,7 @@ class Engine:
         self.pool = PagePool(sizes.num_pages, sizes.page_size, caches_prefixes=serving.prefix_cache)
         limits = Limits(
             shapes.rows[-1],
-            shapes.chunks[-1],
+            shapes.chunks,
             shapes.num_chunks,
             shapes.most_pages,
             serving.decode_steps,
@@ -122,6 +126,7 @@ class Engine:
             visible_tokens(models, [sizes, *draft_sizes]),
             whole_images="block_ids" in inputs,
             image_tokens=None if reads is None else serving.image_tokens,
+            rows_beside=shapes.rows_beside,
         )
         kept = kept_sizes(self.model, sizes, serving)
         parts = (self.model, self.mesh, sizes, self._vocab_size, serving.decode_steps, kept, self.features)
@@ -136,7 +141,8 @@ class Engine:
         self.scheduler = Scheduler(self.pool, limits, guess, states, has_draft_model=draft is not None)
 
     @property
-    def _platform(self) -> str:
+    def platform(self) -> str:
+        """Of its devices: cpu or gpu."""
         return self.mesh.devices.flat[0].platform
 
     def use(self, params: dict) -> None:
@@ -355,7 +361,7 @@ class Engine:
                     f"{name} has {image.num_results} results of the tower, more than image_tokens="
                     f"{self.serving.image_tokens}; use image_tokens={image.num_results}, or a smaller image"
                 )
-            if limits.whole_images and image.num_tokens > limits.chunk_tokens:
+            if limits.whole_images and image.num_tokens > limits.chunks[-1]:
                 raise ValueError(
                     f"{name} has {image.num_tokens} tokens, which one call has to compute; use max_batch_tokens="
                     f"{image.num_tokens}"
@@ -438,13 +444,13 @@ class Engine:
 
     def _start_call(self, work: Prefill | Decode) -> _Call:
         call = self._start_prefill(work) if isinstance(work, Prefill) else self._start_decode(work)
-        for array in jax.tree.leaves((call.drawn, call.of_prompt)):
+        for array in jax.tree.leaves((call.drawn, call.of_prompt, call.of_beside)):
             array.copy_to_host_async()
         return call
 
     def _start_decode(self, work: Decode) -> _Call:
         drawn = self.executor.decode(self.params, *self.batches.decode(work), work.num_steps)
-        return _Call(work, drawn, None)
+        return _Call(work, drawn)
 
     def _start_prefill(self, work: Prefill) -> _Call:
         for chunk in work.chunks:
@@ -483,13 +489,13 @@ class Engine:
         and they it.
         """
         shapes = self.batches.shapes
-        return self._warm_up(shapes.stages() if self._platform == "cpu" else [shapes])
+        return self._warm_up(shapes.stages() if self.platform == "cpu" else [shapes])
 
     def use_shapes(self, shapes: Shapes) -> None:
         """The next calls have only these shapes; not fewer than calls under way have."""
         self.batches.shapes = shapes
         limits = self.scheduler.limits
-        self.scheduler.use(limits._replace(num_rows=shapes.rows[-1], chunk_tokens=shapes.chunks[-1]))
+        self.scheduler.use(limits._replace(num_rows=shapes.rows[-1], chunks=shapes.chunks))
 
     def _warm_up(self, shapes: Items[Shapes]) -> list[Stage]:
         executors = [(self.executor, self.params)]

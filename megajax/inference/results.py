@@ -2,6 +2,7 @@
 sample ends."""
 
 import dataclasses
+from collections.abc import Sequence as Items
 from typing import Literal, NamedTuple
 
 import jax
@@ -90,19 +91,26 @@ class Results:
         self._outputs = []
         return outputs
 
-    def read(self, work: Prefill | Decode, drawn: Drawn, of_prompt: Logprobs | None) -> None:
+    def read(
+        self, work: Prefill | Decode, drawn: Drawn, of_prompt: Logprobs | None = None, of_beside: Drawn | None = None
+    ) -> None:
         """Waits for the results of a call and hands them to its sequences."""
-        drawn = jax.tree.map(np.asarray, drawn)
+        drawn, of_beside = jax.tree.map(np.asarray, (drawn, of_beside))
         if isinstance(work, Decode):
-            row = 0
-            for run in work.runs:
-                self._read_run(run, jax.tree.map(lambda a, row=row: a[:, row:], drawn))
-                row += 1 + len(run.draft)
-            return
+            return self._read_runs(work.runs, drawn)
+        if of_beside is not None:
+            self._read_runs(work.beside, of_beside)
         if of_prompt is not None:
             self._read_prompt(work, jax.tree.map(np.asarray, of_prompt))
         for number, chunk in enumerate(chunk for chunk in work.chunks if chunk.is_last):
             self._add(chunk.sequence, jax.tree.map(lambda a, n=number: a[n : n + 1], drawn))
+
+    def _read_runs(self, runs: Items[Run], drawn: Drawn) -> None:
+        """drawn: [steps, rows]."""
+        row = 0
+        for run in runs:
+            self._read_run(run, jax.tree.map(lambda a, row=row: a[:, row:], drawn))
+            row += 1 + len(run.draft)
 
     def _read_run(self, run: Run, drawn: Drawn) -> None:
         """drawn: [steps, rows], from the first row of the run on: several steps of one row, or with a draft one step,

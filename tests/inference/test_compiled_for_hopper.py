@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from benchmarks.hlo import Program
 from megajax.inference.device import programs
 from megajax.inference.device.batches import Batches, Shapes
-from megajax.inference.device.executor import LARGEST_JOINED, decode_options
+from megajax.inference.device.executor import LARGEST_JOINED, decode_options, prefill_options
 from megajax.inference.device.programs import Rows
 from megajax.inference.device.weights import FORMATS
 from megajax.layers.attention.kv_cache import PoolSizes
@@ -24,7 +24,7 @@ from megajax.planning.plan import devices_without_gpu, plan_device
 
 mesh = make_mesh(MeshConfig(), devices_without_gpu(1, plan_device("h100")))
 sizes = PoolSizes(256, 64, 128, jnp.dtype(jnp.bfloat16))
-shapes = Shapes.of(sizes, 4096, 2048, True)
+shapes = Shapes.of(sizes, 4096, 2048, True, mixes=True)
 replicated = NamedSharding(mesh.abstract_mesh, P())
 
 def abstract(tree):
@@ -63,21 +63,26 @@ def check(mlp_dim, *names):
     one_row, many_rows = (
         (*batches.empty_decode(*shapes.fitting_decode(number, 1)), np.int32(1)) for number in (1, 32)
     )
-    prompt = *batches.empty_prefill(*shapes.fitting_prefill(2048, 32)), np.bool_(False)
+    prompt, mixed = (
+        (*batches.empty_prefill(*shapes.fitting_prefill(2048, 32, number)), np.bool_(False), None) for number in (0, 1)
+    )
     calls = {"one row": (params, decode, one_row, 2 * MiB), "prompt": (params, prefill, prompt, 64 * MiB),
-             "32 rows": (params, decode, many_rows, 8 * MiB)}
+             "mixed": (params, prefill, mixed, 64 * MiB), "32 rows": (params, decode, many_rows, 8 * MiB)}
     for name, format in FORMATS.items():
         calls[name] = (quantized(model, params, format), decode, one_row, 2 * MiB)
     for name in names or calls:
-        weights, function, (batch, chooser, last), large = calls[name]
-        options = decode_options(model, mesh, len(batch.positions_B)) if function is decode else {}
+        weights, function, given, large = calls[name]
+        if function is decode:
+            options = decode_options(model, mesh, len(given[0].positions_B))
+        else:
+            options = prefill_options(params, mesh, len(given[0].tokens_T))
         dump = tempfile.mkdtemp()
         compiled = jax.jit(function, donate_argnums=(1, 2)).lower(
-            weights, caches, rows, *abstract((batch, chooser, last))
+            weights, caches, rows, *abstract(given)
         ).compile(compiler_options=options | {"xla_dump_to": dump})
         program = Program(compiled.as_text())
         # A kernel that sorts many rows, which this compiler does not have, could not be in a graph.
-        in_graph = function is decode and is_one_graph(dump) and " sort(" not in compiled.as_text()
+        in_graph = is_one_graph(dump) and " sort(" not in compiled.as_text()
         written = [
             f"{one.name} {one.shape}" for name in program.run_computations() for one in program.computations[name]
             if one.opcode in ("fusion", "copy", "transpose") and one.bytes >= large and "scatter" not in one.name
@@ -96,7 +101,8 @@ with jax.set_mesh(mesh):
 def test_a_call_copies_no_weight_and_no_page(compile_for_hopper):
     assert compile_for_hopper(PROGRAM) == [
         "one row: 1000 True True []",
-        "prompt: None False True []",
+        "prompt: None True True []",
+        "mixed: None True True []",
         "32 rows: 1000 True True []",
         "int8: 1000 True True []",
         "float8: 1000 True True []",

@@ -18,7 +18,7 @@ from megajax.evaluation.scorer import Scorer
 from megajax.inference.device.memory import HOST_POOL_BYTES, kept_sizes, pool_bytes, pool_sizes
 from megajax.inference.draft import check_same_tokens
 from megajax.inference.engine import Engine, ServingConfig
-from megajax.inference.scheduling.work import look_up
+from megajax.inference.scheduling.work import Prefill, look_up
 from megajax.inference.tokens.sampling import Sampling
 from megajax.layers.attention.latent import LatentConfig
 from megajax.layers.feed_forward.moe import MoeConfig
@@ -200,6 +200,42 @@ def test_preemption_shared_prefixes_and_chunks_change_no_token(engine_of):
     assert after.preemptions > before.preemptions and after.prefix_hits > before.prefix_hits
     assert after.generated_tokens - before.generated_tokens == 12 * 20
     assert (after.num_running, after.num_waiting, after.pages_used) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("name", ["rope", *(pytest.param(name, marks=pytest.mark.slow) for name in ("alibi", "sinks",
+                                  "window", "recurrent"))])  # fmt: skip
+def test_sequences_that_decode_beside_prompts_get_the_same_tokens(engine_of, name, monkeypatch):
+    """As on a GPU; requests come while others decode, and pages run out."""
+    alternating = engine_of(name)
+    monkeypatch.setattr(Engine, "platform", "gpu")
+    engine = make_engine(alternating.model.config, alternating.mesh)
+    calls = []
+    engine.scheduler.next = functools.partial(_recorded, engine.scheduler.next, calls)
+    prompts = [[*range(number, 5 * number + 3)] for number in range(9)]
+    settings = [dataclasses.replace(sampling, max_tokens=18, logprobs=2) for sampling in (GREEDY, SAMPLED)]
+    found = []
+    for each in (alternating, engine):
+        requests = []
+        outputs = []
+        while len(requests) < len(prompts) or each.has_work:
+            for number in range(len(requests), min(len(requests) + 2, len(prompts))):
+                sampling = dataclasses.replace(settings[number % 2], prompt_logprobs=number % 3 or None)
+                requests.append(each.submit(prompts[number], sampling))
+            outputs += each.step()
+        texts = [[token for output in outputs if output.request is request for token in output.tokens]
+                 for request in requests]  # fmt: skip
+        of_prompts = [[found.logprob for found in request.prompt_logprobs or ()] for request in requests]
+        found.append((texts, of_prompts))
+    assert found[1][0] == found[0][0]
+    for ours, expected in zip(found[1][1], found[0][1], strict=True):
+        np.testing.assert_allclose(ours, expected, atol=1e-4)
+    assert any(len(call.chunks) > 1 and len(call.beside) > 1 for call in calls if isinstance(call, Prefill))
+    assert engine.stats().preemptions or name == "window"
+
+
+def _recorded(following, calls):
+    calls.append(following())
+    return calls[-1]
 
 
 @pytest.mark.slow

@@ -11,15 +11,17 @@ import numpy as np
 
 from megajax.inference.device.image_features import EncodeBatch, ImageFeatures
 from megajax.inference.device.programs import (
+    Beside,
     Chooser,
     DecodeBatch,
+    HostBeside,
     HostChooser,
     HostDecodeBatch,
     HostPrefillBatch,
     PrefillBatch,
 )
 from megajax.inference.scheduling.images import PromptImages
-from megajax.inference.scheduling.work import Chunk, Decode, Prefill, Sequence
+from megajax.inference.scheduling.work import Chunk, Decode, Prefill, Run, Sequence
 from megajax.inference.shapes import fitting
 from megajax.inference.shapes import sizes as sizes_between
 from megajax.inference.tokens.sampling import PROMPT_TOKEN, RowSampling, Sampling
@@ -51,11 +53,16 @@ class Shapes(NamedTuple):
     """Prompt tokens of a call."""
     most_pages: int
     """Of the sequences of such a call together."""
+    rows_beside: int = 0
+    """Sequences that such a call decodes, if any; 0: none."""
 
     @staticmethod
-    def of(sizes: PoolSizes, max_length: int, max_batch_tokens: int, has_kernel: bool) -> "Shapes":
+    def of(
+        sizes: PoolSizes, max_length: int, max_batch_tokens: int, has_kernel: bool, *, mixes: bool = False
+    ) -> "Shapes":
         """max_length: maximum tokens of a sequence. has_kernel: whether attention reads only the pages of a sequence;
-        the reference gathers the whole table, so the size of the table matters."""
+        the reference gathers the whole table, so the size of the table matters. mixes: whether calls with prompts
+        decode as well."""
         table = -(-max_length // sizes.page_size)
         least = GPU_MIN_CHUNK if has_kernel else MIN_CHUNK
         chunks = sizes_between(least, max(max_batch_tokens, least), 4)
@@ -67,6 +74,7 @@ class Shapes(NamedTuple):
             tables=[table] if has_kernel else sorted({min(MIN_TABLE, table), table}),
             chunks=chunks,
             most_pages=table,
+            rows_beside=sizes.num_rows if mixes else 0,
         )
         return shapes._replace(most_pages=table + shapes._chunk_pages(chunks[-1]))
 
@@ -83,24 +91,25 @@ class Shapes(NamedTuple):
         """Of decoding: (rows, pages of each)."""
         return [(rows, pages) for rows in self.rows for pages in self.tables]
 
-    def prefill(self) -> list[tuple[int, int]]:
-        """Of prompts: (tokens, pages)."""
-        return [(length, pages) for length in self.chunks for pages in self._prefill_tables(length)]
+    def prefill(self) -> list[tuple[int, int, int]]:
+        """Of prompts: (tokens, pages, rows beside)."""
+        return [(length, *form) for length in self.chunks for form in self._prefill_forms(length)]
 
     def fitting_decode(self, num_rows: int, num_pages: int) -> tuple[int, int]:
         return fitting(num_rows, self.rows), fitting(num_pages, self.tables)
 
-    def fitting_prefill(self, num_tokens: int, num_pages: int) -> tuple[int, int]:
+    def fitting_prefill(self, num_tokens: int, num_pages: int, num_rows: int = 0) -> tuple[int, int, int]:
         length = fitting(num_tokens, self.chunks)
-        return length, fitting(num_pages, self._prefill_tables(length))
+        forms = self._prefill_forms(length)
+        return length, *next(form for form in forms if form[0] >= num_pages and form[1] >= num_rows)
 
     def _chunk_pages(self, length: int) -> int:
         """Pages of `length` tokens of several sequences."""
         return -(-length // self.page_size) + self.num_chunks
 
-    def _prefill_tables(self, length: int) -> list[int]:
-        """Sizes of the table: without and with tokens before the chunks."""
-        return sorted({min(self._chunk_pages(length), self.most_pages), self.most_pages})
+    def _prefill_forms(self, length: int) -> list[tuple[int, int]]:
+        """(size of the table, rows beside): for prompts alone that begin here, and for all other calls."""
+        return sorted({(min(self._chunk_pages(length), self.most_pages), 0), (self.most_pages, self.rows_beside)})
 
 
 class Batches:
@@ -125,9 +134,12 @@ class Batches:
 
     def decode(self, work: Decode) -> tuple[HostDecodeBatch, HostChooser]:
         """A row for each run, and for each token of its draft."""
-        rows = [(run, offset) for run in work.runs for offset in range(1 + len(run.draft))]
+        num_rows = sum(1 + len(run.draft) for run in work.runs)
         longest = max(len(run.sequence.pages) for run in work.runs)
-        num_rows, num_pages = self.shapes.fitting_decode(len(rows), longest)
+        return self._decode(work.runs, *self.shapes.fitting_decode(num_rows, longest))
+
+    def _decode(self, runs: Items[Run], num_rows: int, num_pages: int) -> tuple[HostDecodeBatch, HostChooser]:
+        rows = [(run, offset) for run in runs for offset in range(1 + len(run.draft))]
         tokens_B, positions_B, ends_B = ints = np.zeros((3, num_rows), np.int32)
         table_BP = np.zeros((num_rows, num_pages), np.int32)
         for number, (run, offset) in enumerate(rows):
@@ -148,18 +160,16 @@ class Batches:
         return np.array(deltas + [0] * (num_rows - len(deltas)), np.int32)
 
     def empty_decode(self, num_rows: int, num_pages: int) -> tuple[HostDecodeBatch, HostChooser]:
-        zeros = np.zeros(num_rows, np.int32)
-        table = np.zeros((num_rows, num_pages), np.int32)
-        batch = DecodeBatch(zeros, zeros, zeros, table, self._deltas([], num_rows))
-        return batch, self.chooser([], num_rows)
+        return self._decode([], num_rows, num_pages)
 
     # ------------------------------------------------------------------ prompts
 
-    def prefill(self, work: Prefill) -> tuple[HostPrefillBatch, HostChooser]:
+    def prefill(self, work: Prefill) -> tuple[HostPrefillBatch, HostChooser, HostBeside | None]:
         """The tokens of all chunks, one after the other."""
         num_tokens = sum(chunk.end - chunk.start for chunk in work.chunks)
         num_pages = sum(self._num_pages(chunk) for chunk in work.chunks)
-        batch = self._padding(*self.shapes.fitting_prefill(num_tokens, num_pages))
+        *shape, num_rows = self.shapes.fitting_prefill(num_tokens, num_pages, len(work.beside))
+        batch = self._padding(*shape)
         last = [chunk for chunk in work.chunks if chunk.is_last]
         token = 0
         page = 0
@@ -172,10 +182,17 @@ class Batches:
             page += self._num_pages(chunk)
         # The padding attends to nothing, with bounds that do not decrease.
         batch.lower_T[token:] = batch.upper_T[token:] = batch.upper_T[token - 1]
-        return batch, self.chooser([chunk.sequence for chunk in last], self.shapes.num_chunks)
+        beside = self._beside(work.beside, num_rows)
+        return batch, self.chooser([chunk.sequence for chunk in last], self.shapes.num_chunks), beside
 
-    def empty_prefill(self, length: int, num_pages: int) -> tuple[HostPrefillBatch, HostChooser]:
-        return self._padding(length, num_pages), self.chooser([], self.shapes.num_chunks)
+    def empty_prefill(
+        self, length: int, num_pages: int, num_rows: int
+    ) -> tuple[HostPrefillBatch, HostChooser, HostBeside | None]:
+        chooser = self.chooser([], self.shapes.num_chunks)
+        return self._padding(length, num_pages), chooser, self._beside([], num_rows)
+
+    def _beside(self, runs: Items[Run], num_rows: int) -> HostBeside | None:
+        return Beside(*self._decode(runs, num_rows, self.shapes.tables[-1])) if num_rows else None
 
     def empty_images(self, count: int, size: int) -> EncodeBatch:
         assert self.features is not None

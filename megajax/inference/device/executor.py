@@ -17,7 +17,16 @@ from jax.sharding import PartitionSpec as P
 from megajax.inference.device import programs
 from megajax.inference.device.batches import Batches, Shapes
 from megajax.inference.device.image_features import MIN_PATCHES, EncodeBatch, ImageFeatures
-from megajax.inference.device.programs import Chooser, Drawn, HostChooser, HostDecodeBatch, HostPrefillBatch, Rows
+from megajax.inference.device.programs import (
+    Beside,
+    Chooser,
+    Drawn,
+    HostBeside,
+    HostChooser,
+    HostDecodeBatch,
+    HostPrefillBatch,
+    Rows,
+)
 from megajax.inference.device.warm_up import Compilation
 from megajax.inference.tokens.sampling import Logprobs
 from megajax.layers.attention.kv_cache import PoolSizes
@@ -34,12 +43,12 @@ LARGEST_JOINED = "xla_gpu_dot_merger_threshold_mb"
 MULTIPLE = 64
 # Rows up to which it does: more were not measured.
 FEW_ROWS = 32
-# What a CUDA graph may hold: with WHILE and CONDITIONAL, all steps of a call are one. Without a graph the host waits
-# for the device in every step, to decide whether another one follows.
+# What a CUDA graph may hold: with WHILE and CONDITIONAL, all of a call. Without a graph the host waits for the device
+# at each condition: whether another step follows, and how tokens are sampled.
 IN_GRAPHS = "xla_gpu_enable_command_buffer"
 WHOLE_LOOP = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
-# Whether XLA tunes kernels of Triton for products, besides those of cuBLAS. With 8-bit matrices this takes long (up to
-# 97 s for a product of 8,192 tokens), and cuBLAS wins in the end (one H200, jaxlib 0.11.2).
+# Whether XLA tunes kernels of Triton for products, besides those of cuBLAS. With many tokens, or 8-bit matrices, this
+# takes long (up to 97 s for a product of 8,192 tokens), and cuBLAS wins in the end (one H200, jaxlib 0.11.2).
 TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
 MANY_TOKENS = 1024
 
@@ -63,9 +72,12 @@ def prefill_options(params: dict, mesh: Mesh, num_tokens: int) -> dict[str, str]
     if NVIDIA not in mesh.devices.flat[0].device_kind:
         return {}
     quantized = [w for w in jax.tree.leaves(params, is_leaf=is_quantized) if is_quantized(w)]
-    if any(w.inputs != "unchanged" or num_tokens >= MANY_TOKENS for w in quantized):
-        return accepted({TRITON_PRODUCTS: "False"}, mesh)
-    return {}
+    options = {}
+    if num_tokens >= MANY_TOKENS or any(w.inputs != "unchanged" for w in quantized):
+        options[TRITON_PRODUCTS] = "False"
+    if mesh.size == 1:
+        options[IN_GRAPHS] = WHOLE_LOOP
+    return accepted(options, mesh)
 
 
 def _encoded(model: Model, params: dict, patches: jax.Array, places: jax.Array, index_F: jax.Array) -> jax.Array:
@@ -128,7 +140,7 @@ class Executor:
         )
         self._prefill = jax.jit(
             functools.partial(programs.prefill, model, vocab_size, sizes),
-            out_shardings=(*state_shardings, self._replicated, self._replicated),
+            out_shardings=(*state_shardings, self._replicated, self._replicated, self._replicated),
             donate_argnums=(1, 2),
         )
         kept_shardings = [a.sharding for a in self._kept]
@@ -148,12 +160,12 @@ class Executor:
         return drawn
 
     def prefill(
-        self, params: dict, batch: HostPrefillBatch, chooser: HostChooser, wants_prompt: bool
-    ) -> tuple[Drawn, Logprobs | None]:
-        """-> (tokens [M], log-probabilities of the prompt tokens [T] if they are wanted)."""
-        arguments = self._prefill_arguments(params, batch, chooser, wants_prompt)
-        self.caches, self._rows, drawn, of_prompt = self._program(self._prefill, arguments)(*arguments)
-        return drawn, of_prompt if wants_prompt else None
+        self, params: dict, batch: HostPrefillBatch, chooser: HostChooser, beside: HostBeside | None, wants_prompt: bool
+    ) -> tuple[Drawn, Logprobs | None, Drawn | None]:
+        """-> (tokens [M], log-probabilities of the prompt tokens [T] if they are wanted, tokens [1, B] of beside)."""
+        arguments = self._prefill_arguments(params, batch, chooser, beside, wants_prompt)
+        self.caches, self._rows, drawn, of_prompt, of_beside = self._program(self._prefill, arguments)(*arguments)
+        return drawn, of_prompt if wants_prompt else None, of_beside
 
     def encode_images(self, params: dict, batch: EncodeBatch) -> None:
         """Writes the features of some views into their slots."""
@@ -190,10 +202,11 @@ class Executor:
         return params, self.caches, self._rows, batch, self._with_mask(chooser), np.int32(num_steps)
 
     def _prefill_arguments(
-        self, params: dict, batch: HostPrefillBatch, chooser: HostChooser, wants_prompt: bool
+        self, params: dict, batch: HostPrefillBatch, chooser: HostChooser, beside: HostBeside | None, wants_prompt: bool
     ) -> tuple:
         mask = self._with_mask(chooser)
-        return params, self.caches, self._rows, batch, mask, np.bool_(wants_prompt), self._features
+        given = None if beside is None else Beside(beside.batch, self._with_mask(beside.chooser))
+        return params, self.caches, self._rows, batch, mask, given, np.bool_(wants_prompt), self._features
 
     def _with_mask(self, chooser: HostChooser) -> Chooser:
         """A mask that allows everything is large, and goes to the device once."""

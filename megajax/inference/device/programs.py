@@ -1,4 +1,5 @@
-"""What the device computes in one call: a chunk of prompts, or some decoding steps.
+"""What the device computes in one call: chunks of prompts, perhaps with one decoding step beside them, or some decoding
+steps.
 
 Dimensions: B rows of a decoding step, T prompt tokens of a call, M sequences whose prompt ends in it, P pages, R rows
 of the engine (one more for padding), V vocabulary, D model width.
@@ -14,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.inference.tokens.sampling import A, Logprobs, RowSampling, unpacked
-from megajax.layers.attention.kv_cache import Places, PoolSizes
+from megajax.layers.attention.kv_cache import Places, PoolSizes, Singles
 from megajax.media.kinds import IMAGE
+from megajax.media.rows import TEXT
 from megajax.mesh.sharding import constrain, replicated
 from megajax.models.interface import AnyModule
 from megajax.models.model import Model
@@ -99,6 +101,14 @@ class PrefillBatch(NamedTuple, Generic[A]):
     """int32, as in Places."""
 
 
+class Beside(NamedTuple, Generic[A]):
+    """A decoding step in a call with prompts: both read the weights once."""
+
+    batch: DecodeBatch[A]
+    chooser: Chooser[A]
+
+
+HostBeside = Beside[np.ndarray]
 HostChooser = Chooser[np.ndarray]
 HostDecodeBatch = DecodeBatch[np.ndarray]
 HostPrefillBatch = PrefillBatch[np.ndarray]
@@ -115,16 +125,7 @@ def decode(
 
     def one_step(carry):
         step, caches, rows, drawn = carry
-        newest_B = rows.newest_R[chooser.rows_B]
-        tokens_B = jnp.where((step > 0) | (batch.tokens_B < 0), newest_B, batch.tokens_B)
-        positions_B = batch.positions_B + step
-        is_active_B = positions_B < batch.ends_B
-        positions_B = jnp.where(is_active_B, positions_B, 0)
-        page_B = jnp.take_along_axis(batch.table_BP, (positions_B // sizes.page_size)[:, None], 1)[:, 0]
-        slots_B = page_B * sizes.page_size + positions_B % sizes.page_size
-        slots_B = jnp.where(is_active_B, slots_B, sizes.num_pages * sizes.page_size)
-        rows_B = jnp.where(is_active_B, chooser.rows_B, sizes.num_rows)
-        upper_B = jnp.where(is_active_B, positions_B + 1, 0)
+        tokens_B, positions_B, slots_B, rows_B, upper_B = _newest(batch, chooser.rows_B, rows, sizes, step)
         places = Places(slots_B[:, None], positions_B[:, None], rows_B[:, None], batch.table_BP, None, upper_B[:, None])
         inputs = {"tokens": tokens_B[:, None], "positions": positions_B[:, None]}
         if batch.deltas_B is not None:
@@ -153,19 +154,44 @@ def decode(
     return caches, rows, replicated(drawn)
 
 
+def _newest(
+    batch: DecodeBatch[jax.Array], rows_B: jax.Array, rows: Rows, sizes: PoolSizes, step: jax.Array | int
+) -> tuple[jax.Array, ...]:
+    """Of the token that each sequence reads in a step -> (itself, its position, slot and row, and how many slots it
+    attends to); as padding where the sequence has ended."""
+    tokens_B = jnp.where((step > 0) | (batch.tokens_B < 0), rows.newest_R[rows_B], batch.tokens_B)
+    positions_B = batch.positions_B + step
+    is_active_B = positions_B < batch.ends_B
+    positions_B = jnp.where(is_active_B, positions_B, 0)
+    page_B = jnp.take_along_axis(batch.table_BP, (positions_B // sizes.page_size)[:, None], 1)[:, 0]
+    slots_B = page_B * sizes.page_size + positions_B % sizes.page_size
+    slots_B = jnp.where(is_active_B, slots_B, sizes.num_pages * sizes.page_size)
+    rows_B = jnp.where(is_active_B, rows_B, sizes.num_rows)
+    return tokens_B, positions_B, slots_B, rows_B, jnp.where(is_active_B, positions_B + 1, 0)
+
+
 def prefill(
     model: Model, vocab_size: int, sizes: PoolSizes, params: dict, caches: dict, rows: Rows,
-    batch: PrefillBatch[jax.Array], chooser: Chooser[jax.Array], wants_prompt: jax.Array, features: jax.Array | None
-) -> tuple[dict, Rows, Drawn, Logprobs]:  # fmt: skip
-    """-> (caches, rows, Drawn [M], Logprobs of targets_T).
+    batch: PrefillBatch[jax.Array], chooser: Chooser[jax.Array], beside: Beside[jax.Array] | None,
+    wants_prompt: jax.Array, features: jax.Array | None
+) -> tuple[dict, Rows, Drawn, Logprobs, Drawn | None]:  # fmt: skip
+    """-> (caches, rows, Drawn [M], Logprobs of targets_T, Drawn [1, B] of beside).
 
-    wants_prompt: bool scalar; False: the last are zeros, at no cost. features: those of images (encode_images).
+    beside: sequences that decode, not of a model that guesses. wants_prompt: bool scalar; False: the Logprobs are
+    zeros, at no cost. features: those of images (encode_images).
     """
+    num_tokens = batch.tokens_T.size
+    num_prompts = batch.last_M.size
+    singles = None
+    if beside is not None:
+        batch, singles = _joined(batch, beside, rows, sizes)
+        chooser = jax.tree.map(lambda *parts: jnp.concatenate(parts), chooser, beside.chooser)
     module = model.module(params)
     arrays = (batch.slots_T, batch.positions_T, batch.rows_T)
     slots, positions, row_numbers = (a[None] for a in arrays)
     ahead = None if batch.ahead_T is None else batch.ahead_T[None]
-    places = Places(slots, positions, row_numbers, batch.table_P[None], batch.lower_T[None], batch.upper_T[None], ahead)
+    bounds = (batch.lower_T[None], batch.upper_T[None])
+    places = Places(slots, positions, row_numbers, batch.table_P[None], *bounds, ahead, singles)
     inputs = {"tokens": batch.tokens_T[None], "positions": positions}
     if batch.image_T is not None:
         inputs |= {IMAGE.index: batch.image_T[None], IMAGE.features: features}
@@ -188,10 +214,40 @@ def prefill(
         drawn = drawn._replace(guesses=guesses)
     of_prompt = jax.lax.cond(
         wants_prompt,
-        lambda: _prompt_logprobs(module, x_TD, vocab_size, batch.targets_T),
-        lambda: Logprobs.zeros(x_TD.shape[0], vocab_size),
+        lambda: _prompt_logprobs(module, x_TD[:num_tokens], vocab_size, batch.targets_T),
+        lambda: Logprobs.zeros(num_tokens, vocab_size),
     )
-    return caches, rows, replicated(drawn), replicated(of_prompt)
+    drawn = replicated(drawn)
+    of_beside = None
+    if beside is not None:
+        of_beside = jax.tree.map(lambda a: a[None, num_prompts:], drawn)
+        drawn = jax.tree.map(lambda a: a[:num_prompts], drawn)
+    return caches, rows, drawn, replicated(of_prompt), of_beside
+
+
+def _joined(
+    batch: PrefillBatch[jax.Array], beside: Beside[jax.Array], rows: Rows, sizes: PoolSizes
+) -> tuple[PrefillBatch[jax.Array], Singles]:
+    """The tokens of prompts, then the newest ones of the sequences that decode. targets_T are of the prompts alone."""
+    decoding = beside.batch
+    tokens_B, positions_B, slots_B, rows_B, upper_B = _newest(decoding, beside.chooser.rows_B, rows, sizes, 0)
+    bounds_B = jnp.broadcast_to(batch.upper_T[-1], tokens_B.shape)  # nothing: what they read is in Singles
+    deltas_B = 0 if decoding.deltas_B is None else decoding.deltas_B
+    newest = dict(
+        tokens_T=tokens_B,
+        positions_T=positions_B,
+        slots_T=slots_B,
+        rows_T=rows_B,
+        lower_T=bounds_B,
+        upper_T=bounds_B,
+        last_M=batch.tokens_T.size + jnp.arange(tokens_B.size, dtype=jnp.int32),
+        image_T=jnp.full_like(tokens_B, TEXT),
+        position_ids_T3=jnp.tile((positions_B + deltas_B)[:, None], 3),
+        ahead_T=jnp.zeros_like(tokens_B),
+    )
+    of_prompts = {name: array for name in newest if (array := getattr(batch, name)) is not None}
+    batch = batch._replace(**{name: jnp.concatenate([a, newest[name]]) for name, a in of_prompts.items()})
+    return batch, Singles(decoding.table_BP, upper_B)
 
 
 def encode_images(
@@ -209,14 +265,13 @@ def _prompt_logprobs(module: AnyModule, x_TD: jax.Array, vocab_size: int, target
     length = x_TD.shape[0]
     piece = math.gcd(PIECE, length)
 
-    def one_piece(_, arrays):
-        x_D, targets = arrays
-        logits = _logits(module, x_D[:, None], vocab_size)
-        return None, Logprobs.of(logits, targets, jnp.bool(True))
+    def one_piece(number, found):
+        places = number * piece + jnp.arange(piece)  # gathered: a CUDA graph holds no slice that depends on the loop
+        logits = _logits(module, x_TD[places][:, None], vocab_size)
+        new = Logprobs.of(logits, targets_T[places], jnp.bool(True))
+        return jax.tree.map(lambda a, b: a.at[places].set(b), found, new)
 
-    pieces = (x_TD.reshape(-1, piece, x_TD.shape[1]), targets_T.reshape(-1, piece))
-    _, found = jax.lax.scan(one_piece, None, pieces)
-    return jax.tree.map(lambda a: a.reshape(length, *a.shape[2:]), found)
+    return jax.lax.fori_loop(0, length // piece, one_piece, Logprobs.zeros(length, vocab_size))
 
 
 def _choose(

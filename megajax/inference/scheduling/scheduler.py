@@ -1,6 +1,7 @@
 """Decides what the next call of the device computes: chunks of prompts, or the next tokens of the running sequences.
 
-The two alternate while both have work, so that long prompts do not stop the others. A sequence is admitted when a row
+While both have work, a call has both, with one token of each sequence that runs; or they alternate, where a call cannot
+have both (Limits.rows_beside), so that long prompts do not stop the others. A sequence is admitted when a row
 and enough pages for its tokens are free; clients take turns (waiting.py). When a running sequence needs a
 page and none is free, the youngest one gives its pages back and waits again; its tokens are then computed once more
 (recomputation). So does one for the first sequence of a client, or of a request, if another one has several.
@@ -32,12 +33,14 @@ from megajax.inference.scheduling.work import (
     look_up,
 )
 
+FULL = 0.7  # share of the tokens of a call that are not padding
+
 
 class Limits(NamedTuple):
     num_rows: int
     """Sequences that run at the same time."""
-    chunk_tokens: int
-    """Prompt tokens of a call."""
+    chunks: Items[int]
+    """Prompt tokens of a call: a few sizes, to which others are padded; ascending."""
     num_chunks: int
     """Sequences whose prompts a call computes."""
     chunk_pages: int
@@ -52,6 +55,8 @@ class Limits(NamedTuple):
     """Whether the tokens of an image see each other, so that one call has to compute them all."""
     image_tokens: int | None = None
     """Results of images that a call may read; None: any number."""
+    rows_beside: int = 0
+    """Sequences that a call with prompts decodes."""
 
 
 class Scheduler:
@@ -101,27 +106,42 @@ class Scheduler:
             if yielding is not None:
                 self.preempt(yielding)
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
-        chunks = [] if self._has_prefilled and decoding else self._chunks()
+        mixes = len(decoding) <= self.limits.rows_beside and not _is_constrained(decoding)
+        chunks = [] if self._has_prefilled and decoding and not mixes else self._chunks(beside=mixes and bool(decoding))
         self._has_prefilled = bool(chunks)
         if chunks:
-            return self._prefill(chunks)
+            return self._prefill(chunks, decoding if mixes else [])
         return self._decode(decoding) if decoding else None
 
     # ------------------------------------------------------------------ prompts
 
-    def _prefill(self, chunks: list[Chunk]) -> Prefill:
+    def _prefill(self, chunks: list[Chunk], decoding: list[Sequence]) -> Prefill:
+        runs = [self._run(sequence, 1, ()) for sequence in decoding]
+        if self._missing(runs) <= self.pool.num_free:
+            self._start(runs)
+        else:
+            runs = []  # The next call without prompts preempts one of them.
         states = self._states
         if states is None:
-            return Prefill(chunks)
+            return Prefill(chunks, runs)
         restored = self._restored
         self._restored = []
         # Sequences of this call have been admitted already: only those of later calls find these states.
         kept = [copy for chunk in chunks if (copy := _kept(chunk, states)) is not None]
-        return Prefill(chunks, restored, kept)
+        return Prefill(chunks, runs, restored, kept)
 
-    def _chunks(self) -> list[Chunk]:
+    def _call_tokens(self) -> int:
+        """Prompt tokens of a call that decodes as well. If it had much padding, a smaller one without any is better:
+        what is left comes with the next tokens of those that decode."""
+        sizes = self.limits.chunks
+        available = sum(each.num_to_prefill - each.num_written for each in self.running if each.is_prefilling)
+        if self.free_rows:
+            available += self.waiting.num_tokens
+        return max((size for size in sizes if FULL * size <= available), default=sizes[0])
+
+    def _chunks(self, *, beside: bool) -> list[Chunk]:
         chunks: list[Chunk] = []
-        tokens = self.limits.chunk_tokens
+        tokens = self._call_tokens() if beside else self.limits.chunks[-1]
         pages = self.limits.chunk_pages
         room = math.inf if self.limits.image_tokens is None else self.limits.image_tokens
         for sequence in self._prefilling():
@@ -257,7 +277,7 @@ class Scheduler:
     # ------------------------------------------------------------------ decoding
 
     def _decode(self, decoding: list[Sequence]) -> Decode | Wait:
-        is_constrained = any(sequence.matcher is not None for sequence in decoding)
+        is_constrained = _is_constrained(decoding)
         needs_newest = self.limits.draft_tokens or is_constrained
         if needs_newest and any(sequence.num_pending for sequence in decoding):
             return Wait()
@@ -265,18 +285,22 @@ class Scheduler:
         longest = max(sequence.limit - sequence.length for sequence in decoding)
         num_steps = 1 if drafts or is_constrained else min(self.limits.decode_steps, longest)
         runs = [self._run(sequence, num_steps, drafts.get(sequence, ())) for sequence in decoding]
+        if self._missing(runs) > self.pool.num_free:
+            num_steps = 1
+            runs = [self._run(sequence, 1, ()) for sequence in decoding]
         if self._missing(runs) <= self.pool.num_free:
-            return self._started(runs, num_steps)
-        runs = [self._run(sequence, 1, ()) for sequence in decoding]
-        if self._missing(runs) <= self.pool.num_free:
-            return self._started(runs, 1)
+            self._start(runs)
+            return Decode(runs, num_steps)
         if any(sequence.num_pending for sequence in self.running):
             return Wait()
         while self._missing(runs) > self.pool.num_free:
             youngest = self.running[-1]
             self.preempt(youngest)
             runs = [run for run in runs if run.sequence is not youngest]
-        return self._started(runs, 1) if runs else Wait()
+        if not runs:
+            return Wait()
+        self._start(runs)
+        return Decode(runs, num_steps)
 
     def _drafts(self, decoding: list[Sequence]) -> Guesses:
         """Guesses, as far as there are rows of a step that no sequence needs."""
@@ -297,14 +321,13 @@ class Scheduler:
     def _missing_pages(self, run: Run) -> int:
         return max(-(-(run.start + run.count) // self.pool.page_size) - len(run.sequence.pages), 0)
 
-    def _started(self, runs: list[Run], num_steps: int) -> Decode:
+    def _start(self, runs: list[Run]) -> None:
         for run in runs:
             sequence = run.sequence
             sequence.pages += self.pool.allocate(self._missing_pages(run))
             sequence.num_pending += run.count
             sequence.num_written += run.count
             self._release_invisible(sequence, self._num_certain(sequence))
-        return Decode(runs, num_steps)
 
     # ------------------------------------------------------------------ leaving
 
@@ -335,6 +358,10 @@ class Scheduler:
         sequence.row = NO_ROW
         sequence.num_written = 0
         sequence.num_pending = 0
+
+
+def _is_constrained(decoding: Items[Sequence]) -> bool:
+    return any(sequence.matcher is not None for sequence in decoding)
 
 
 def _kept(chunk: Chunk, states: KeptStates) -> Copy | None:

@@ -19,6 +19,9 @@ class Owner(NamedTuple):
 
 class Owned(Protocol):
     @property
+    def tokens(self) -> list[int]: ...
+
+    @property
     def owner(self) -> Owner: ...
 
 
@@ -77,6 +80,8 @@ class WaitingLine(Generic[S]):
         self._clients = _Turns()
         self._requests: dict[Hashable, _Turns] = {}  # of each client
         self._count = 0
+        self.num_tokens = 0
+        """Of all that wait."""
 
     def __len__(self) -> int:
         return self._count
@@ -85,6 +90,7 @@ class WaitingLine(Generic[S]):
         for sequence in sequences:
             self._of_request(sequence)[sequence] = None
             self._count += 1
+            self.num_tokens += len(sequence.tokens)
         return self
 
     def put_back(self, sequence: S) -> None:
@@ -137,6 +143,7 @@ class WaitingLine(Generic[S]):
         sequences = self._of_request(sequence)
         del sequences[sequence]
         self._count -= 1
+        self.num_tokens -= len(sequence.tokens)
         requests = self._requests[client]
         if not sequences:
             requests.pop(request)

@@ -147,14 +147,6 @@ class Copy(NamedTuple):
     slot: int
 
 
-class Prefill(NamedTuple):
-    chunks: list[Chunk]
-    restored: Items[Copy] = ()
-    """Before the chunks are computed, from the kept states."""
-    kept: Items[Copy] = ()
-    """After they are computed, to the kept states, in this order: a later one may replace an earlier one."""
-
-
 class Run(NamedTuple):
     """The next tokens of a sequence."""
 
@@ -165,6 +157,16 @@ class Run(NamedTuple):
     """Tokens that it gets; with a draft, at most."""
     draft: tuple[int, ...] = ()
     """Guesses of the tokens that follow the newest one; computed in the same step to see whether they are right."""
+
+
+class Prefill(NamedTuple):
+    chunks: list[Chunk]
+    beside: Items[Run] = ()
+    """Sequences that get their next token in the same call."""
+    restored: Items[Copy] = ()
+    """Before the chunks are computed, from the kept states."""
+    kept: Items[Copy] = ()
+    """After they are computed, to the kept states, in this order: a later one may replace an earlier one."""
 
 
 Guesses = dict[Sequence, tuple[int, ...]]

@@ -34,12 +34,19 @@ class PoolSizes(NamedTuple):
     """Further tokens that layers of the model guess in each step (stacks of the role guess)."""
 
 
+class Singles(NamedTuple):
+    """The last tokens of a row of several sequences, each the newest one of a sequence with a table of its own."""
+
+    table_BP: jax.Array
+    upper_B: jax.Array
+
+
 class Places(NamedTuple):
     """Where the new tokens of a step are stored and what they attend to; the same for all layers.
 
     Either every row is one new token of a sequence of its own (T is 1, lower is None), or there is one row (B is 1)
     that holds tokens of several sequences one after the other. Padding has slot Z S, row num_rows and upper 0, or
-    lower = upper: it is not stored and attends to nothing.
+    lower = upper: it is not stored and attends to nothing. So do, by these bounds, singles.
     """
 
     slots_BT: jax.Array
@@ -56,6 +63,7 @@ class Places(NamedTuple):
     upper_BT: jax.Array
     ahead_BT: jax.Array | None = None
     """int32: how many tokens after itself a token attends to, those of its image (Gemma 3); None: to none."""
+    singles: Singles | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -94,7 +102,7 @@ class PlacedPages(NamedTuple):
         v: None if the keys are the values too. options: mask, scale, soft_cap, slopes, sinks and backend as in
         ops/attention.py. method, deterministic: for training.
         """
-        slots, _, _, table, lower, upper, ahead = self.places
+        slots, _, _, table, lower, upper, ahead, singles = self.places
         new_BTCKH = k_BTKH[:, :, None] if v_BTKH is None else jnp.stack((k_BTKH, v_BTKH), 2)
         scales = None
         if self.scales is not None:
@@ -104,4 +112,10 @@ class PlacedPages(NamedTuple):
             new_BTCKH = to_levels(new_BTCKH, self.pages.dtype)
         pages = write_pages(self.pages, new_BTCKH.astype(self.pages.dtype), slots)
         out = attend_to_pages(q_BTNH, pages, table, lower, upper, scales, ahead_BT=ahead, **options)
+        if singles is not None:
+            queries = q_BTNH[0, -len(singles.upper_B) :, None]
+            of_singles = attend_to_pages(
+                queries, pages, singles.table_BP, None, singles.upper_B[:, None], scales, **options
+            )
+            out = out.at[0, -len(queries) :].set(of_singles[:, 0])
         return out, PagedCache(pages, scales)

@@ -42,7 +42,7 @@ def test_tokens_of_a_prompt_attend_to_their_sequence_and_padding_to_nothing_with
             sequence = Sequence(request, 0, [1] * length, length + 1, row, pages, num_to_prefill=length)
             start = rng.randrange(length)
             chunks.append(Chunk(sequence, start, min(length, start + 16)))
-        batch, _ = BATCHES.prefill(Prefill(chunks))
+        batch, *_ = BATCHES.prefill(Prefill(chunks))
         assert (np.diff(batch.lower_T) >= 0).all() and (np.diff(batch.upper_T) >= 0).all()
         token = 0
         for chunk in chunks:
