@@ -5,11 +5,13 @@
 | phase | measures | seconds on one H100 with llama3_8b |
 |---|---|---|
 | torch | transformers, if installed, on the same GPU (benchmarks/peers/torch_decode.py) | 180, estimated |
+| vllm | vLLM, if installed, on the same GPU (benchmarks/peers/vllm_decode.py) | 150, estimated |
 | ready | making weights; compiling or loading every program | 52 |
 | decode | for each batch: decoding speed, and the part of the memory bandwidth that it uses | 51 |
 | sampled | as decode, with temperature 0.8, top-k 50 and top-p 0.9 | 45, on one H200 |
 | prompts | time and MFU of long prompts | 6 |
 | mix | generated tokens/s of many different requests | 11 |
+| arrivals | the same when requests arrive at random: time to the first token, per token, and the longest pause | 30 |
 | profile | where the time of decoding goes (benchmarks/profile.py) | 4 |
 
 Each phase prints lines of JSON; --output gets all lines so far after each one. A phase that fails prints its error, and
@@ -26,7 +28,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import jax
@@ -35,9 +37,9 @@ import jaxlib
 from jax.sharding import Mesh, NamedSharding
 
 import configs
-from benchmarks import profile
+from benchmarks import profile, requests
 from benchmarks.command_line import run
-from megajax.fields.ranges import PositiveInt
+from megajax.fields.ranges import PositiveFloat, PositiveInt
 from megajax.inference.benchmark import GREEDY, measure
 from megajax.inference.config import Sampling, ServingConfig
 from megajax.inference.engine import Engine
@@ -60,10 +62,10 @@ PROFILED_TOKENS = 16
 class Options:
     config: str = "llama3_8b"
     """Recipe."""
-    phases: str = "torch,ready,decode,prompts,mix"
+    phases: str = "torch,vllm,ready,decode,prompts,mix,arrivals"
     """Separated by commas; "ready" always runs if a phase needs the engine."""
     seconds: float = 480.0
-    """No phase begins after this time, and torch gets half of it."""
+    """No phase begins after this time, and a peer gets half of it."""
     output: str = ""
     """File for the lines of JSON."""
     batch: tuple[PositiveInt, ...] = (1, 32, 128)
@@ -72,6 +74,8 @@ class Options:
     """Tokens of the long prompts."""
     requests: PositiveInt = 256
     """In the mix: 64 to 1,024 prompt tokens, 256 new ones."""
+    rate: tuple[PositiveFloat, ...] = (8.0, 20.0, 32.0)
+    """Requests per second of arrivals."""
     profile: PositiveInt = 32
     """Batch of the profile; the profiler runs the kernels of a CUDA graph one by one."""
     serving: ServingConfig = ServingConfig()
@@ -163,22 +167,25 @@ def long_prompts(engine: Engine, options: Options) -> Iterator[dict]:
 
 
 def mixed(engine: Engine, options: Options) -> Iterator[dict]:
-    generator = random.Random(0)
-    vocab_size = engine.model.config.vocab_size
-    lengths = [generator.randint(64, 1024) for _ in range(options.requests)]
-    prompts = [[generator.randrange(vocab_size) for _ in range(length)] for length in lengths]
-    start = time.perf_counter()
-    tokens = engine.generate_tokens(prompts, Sampling(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True))
-    seconds = time.perf_counter() - start
-    generated = sum(map(len, tokens))
-    yield {
-        "requests": options.requests,
-        "prompt_tokens": sum(lengths),
-        "generated_tokens": generated,
-        "seconds": seconds,
-        "generated_tokens_per_second": generated / seconds,
-        "preemptions": engine.stats().preemptions,
-    }
+    yield requests.at_once(options.requests, *_asked(engine)) | {"preemptions": engine.stats().preemptions}
+
+
+def arriving(engine: Engine, options: Options) -> Iterator[dict]:
+    for rate in options.rate:
+        yield requests.at_rate(rate, *_asked(engine))
+
+
+def _asked(engine: Engine) -> tuple[int, requests.Submit, requests.Step]:
+    numbers: dict[int, int] = {}
+    sampling = Sampling(max_tokens=requests.NEW_TOKENS, temperature=0.0, ignore_eos=True)
+
+    def submit(number: int, prompt: list[int]) -> None:
+        numbers[engine.submit(prompt, sampling).id] = number
+
+    def step() -> list[tuple[int, int]]:
+        return [(numbers[output.request.id], len(output.tokens)) for output in engine.step() if output.tokens]
+
+    return engine.model.config.vocab_size, submit, step
 
 
 def profiled(engine: Engine, options: Options) -> Iterator[dict]:
@@ -241,28 +248,28 @@ class Record:
             self.add(phase, {"error": f"{type(error).__name__}: {error}"[:2000]})
 
 
-def torch_peer(options: Options, overrides: list[str]) -> Iterator[dict]:
-    """Runs in a process of its own, before this one uses the GPU."""
-    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+def peer(name: str, needs: tuple[str, ...], options: Options, given: list[str]) -> Iterator[dict]:
+    """Runs benchmarks/peers/{name}_decode.py in a process of its own, before this one uses the GPU. given: its
+    arguments. Skipped where what it needs is not installed."""
+    missing = [package for package in needs if importlib.util.find_spec(package) is None]
     if missing:
         yield {"skipped": f"{' and '.join(missing)} not installed"}
         return
-    seconds = options.seconds / 2
-    batches = [str(batch_size) for batch_size in options.batch]
-    command = [
-        sys.executable, "-m", "benchmarks.peers.torch_decode", f"--config={options.config}",
-        f"--batch={','.join(batches[:-1] or batches)}", *overrides,
-    ]  # fmt: skip
+    command = [sys.executable, "-m", f"benchmarks.peers.{name}_decode", f"--config={options.config}", *given]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        output, _ = process.communicate(timeout=seconds)
+        output, _ = process.communicate(timeout=options.seconds / 2)
     except subprocess.TimeoutExpired:
         process.kill()
         output, _ = process.communicate()
-        yield {"error": f"stopped after {seconds:.0f} s"}
+        yield {"error": f"stopped after {options.seconds / 2:.0f} s"}
     yield from (json.loads(line) for line in output.splitlines() if line.startswith("{"))
     if process.returncode not in (0, -9):
         yield {"error": f"{' '.join(command)} ended with status {process.returncode}"}
+
+
+def _listed(numbers: Iterable[float]) -> str:
+    return ",".join(f"{number:g}" for number in numbers)
 
 
 def main(arguments: list[str]) -> int:
@@ -275,8 +282,17 @@ def main(arguments: list[str]) -> int:
     record = Record(options.output, options.seconds)
     record.add("about", {"config": options.config, "overrides": arguments, "jax": jax.__version__,
                          "jaxlib": jaxlib.__version__})  # fmt: skip
+    few = options.batch[:-1] or options.batch
     if "torch" in phases:
-        record.run("torch", functools.partial(torch_peer, options, overrides))
+        given = [f"--batch={_listed(few)}", *overrides]
+        record.run("torch", functools.partial(peer, "torch", ("torch", "transformers"), options, given))
+    if "vllm" in phases:
+        given = [
+            f"--batch={_listed(options.batch)}",
+            f"--requests={options.requests}",
+            f"--rate={_listed(options.rate)}",
+        ]
+        record.run("vllm", functools.partial(peer, "vllm", ("vllm",), options, [*given, *overrides]))
     engines: list[Engine] = []
 
     def ready() -> Iterator[dict]:
@@ -285,7 +301,7 @@ def main(arguments: list[str]) -> int:
         engines.append(engine)
         yield {"device": f"{engine.mesh.size} x {engine.mesh.devices.flat[0].device_kind}"} | found
 
-    if set(phases) - {"torch"}:
+    if set(phases) - {"torch", "vllm"}:
         record.run("ready", ready)
     for name in phases:
         if engines and PHASES[name] is not None:
@@ -294,8 +310,9 @@ def main(arguments: list[str]) -> int:
 
 
 SAMPLED = Sampling(temperature=0.8, top_k=50, top_p=0.9)
-PHASES = {"torch": None, "ready": None, "decode": decoding, "sampled": functools.partial(decoding, sampling=SAMPLED),
-          "prompts": long_prompts, "mix": mixed, "profile": profiled}  # fmt: skip
+PHASES = {"torch": None, "vllm": None, "ready": None, "decode": decoding,
+          "sampled": functools.partial(decoding, sampling=SAMPLED), "prompts": long_prompts, "mix": mixed,
+          "arrivals": arriving, "profile": profiled}  # fmt: skip
 
 
 if __name__ == "__main__":

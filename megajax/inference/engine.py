@@ -104,7 +104,7 @@ class Engine:
         self._sizes = sizes
         check_draft(models, serving, self._vocab_size)
         check_states(models, [sizes, *draft_sizes], serving)
-        self._max_length = min(longest_sequence(models, serving), sizes.num_pages * sizes.page_size)
+        self._max_length = min(longest_sequence(models, serving), sizes.num_slots)
         has_kernel = self.platform == "gpu"
         # Guesses are checked by calls of their own.
         mixes = has_kernel and not serving.draft_tokens

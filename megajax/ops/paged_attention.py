@@ -93,7 +93,7 @@ def _head_specs(q: jax.Array, pages_ZCKSH: jax.Array):
 def write_pages(pages: jax.Array, new: jax.Array, slots_BT: jax.Array) -> jax.Array:
     """Stores new [B, T, C, K, ...] in slots of pages [Z, C, K, S, ...], in place if the pages are donated.
 
-    slots: int32, page * S + offset; Z S and above: not stored.
+    slots: int32, page * S + offset, distinct; Z S and above: not stored.
     """
     axes = (None, None, "kv_heads", *(None,) * (pages.ndim - 3))
     heads = activation_spec(pages.shape, axes)[2]
@@ -106,7 +106,8 @@ def write_pages(pages: jax.Array, new: jax.Array, slots_BT: jax.Array) -> jax.Ar
         # transposed copy of the pool.
         index_BTCK = (page_BT11 * head_CK.size + head_CK) * page_size + (slots % page_size)[..., None, None]
         flat = pages.reshape(-1, *rest)
-        return flat.at[index_BTCK].set(new, mode="drop").reshape(pages.shape)
+        # Unique: else XLA writes each 16-bit element with a loop of atomic operations.
+        return flat.at[index_BTCK].set(new, mode="drop", unique_indices=True).reshape(pages.shape)
 
     pages_spec = P(None, None, heads)
     return manual(body, (pages_spec, P(None, None, None, heads), P()), pages_spec)(pages, new, slots_BT)

@@ -128,7 +128,7 @@ def programs(model: Model, vocab_size: int, batch_size: int, max_length: int) ->
         def read_row(caches, row):
             number, tokens_S, length = row
             is_token_1S = positions_1S < length
-            slots_1S = jnp.where(is_token_1S, number * max_length + positions_1S, batch_size * max_length)
+            slots_1S = jnp.where(is_token_1S, 0, batch_size * max_length) + number * max_length + positions_1S
             rows_1S = jnp.where(is_token_1S, number, batch_size)
             upper_1S = jnp.where(is_token_1S, positions_1S + 1, 0)
             places = Places(slots_1S, positions_1S, rows_1S, number[None, None], jnp.zeros_like(upper_1S), upper_1S)

@@ -192,7 +192,8 @@ def test_parts_fill_the_gpu(batch, block, is_int8, slots):
 
 def test_short_sequences_are_not_split_and_long_ones_are():
     assert kernel.num_parts(1, 8, 100) == kernel.num_parts(128, 8, 4096) == 1
-    assert kernel.num_parts(300, 8, 32768) >= 8  # one of them may be far longer than the others
+    assert kernel.num_parts(256, 8, 8192) == 1
+    assert kernel.num_parts(300, 8, 65536) >= 8  # one of them may be far longer than the others
 
 
 # ----------------------------------------------------------------------------- the kernel

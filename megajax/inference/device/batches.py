@@ -206,8 +206,9 @@ class Batches:
         def full(value: int = 0) -> np.ndarray:
             return np.full(length, value, np.int32)
 
-        no_slot = self.sizes.num_pages * self.sizes.page_size
-        arrays = (full(), full(), full(no_slot), full(self.sizes.num_rows), full(), full(), full())
+        # Slots that do not exist, and that no row beside has.
+        slots_T = np.arange(length, dtype=np.int32) + (self.sizes.num_slots + self.sizes.num_rows)
+        arrays = (full(), full(), slots_T, full(self.sizes.num_rows), full(), full(), full())
         of_images = dict(
             image_T=full(TEXT) if "image_index" in self.inputs else None,
             position_ids_T3=np.zeros((length, 3), np.int32) if "position_ids" in self.inputs else None,

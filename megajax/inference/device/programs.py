@@ -165,7 +165,7 @@ def _newest(
     positions_B = jnp.where(is_active_B, positions_B, 0)
     page_B = jnp.take_along_axis(batch.table_BP, (positions_B // sizes.page_size)[:, None], 1)[:, 0]
     slots_B = page_B * sizes.page_size + positions_B % sizes.page_size
-    slots_B = jnp.where(is_active_B, slots_B, sizes.num_pages * sizes.page_size)
+    slots_B = jnp.where(is_active_B, slots_B, sizes.num_slots + jnp.arange(slots_B.size))
     rows_B = jnp.where(is_active_B, rows_B, sizes.num_rows)
     return tokens_B, positions_B, slots_B, rows_B, jnp.where(is_active_B, positions_B + 1, 0)
 

@@ -33,6 +33,10 @@ class PoolSizes(NamedTuple):
     num_guesses: int = 0
     """Further tokens that layers of the model guess in each step (stacks of the role guess)."""
 
+    @property
+    def num_slots(self) -> int:
+        return self.num_pages * self.page_size
+
 
 class Singles(NamedTuple):
     """The last tokens of a row of several sequences, each the newest one of a sequence with a table of its own."""
@@ -45,12 +49,12 @@ class Places(NamedTuple):
     """Where the new tokens of a step are stored and what they attend to; the same for all layers.
 
     Either every row is one new token of a sequence of its own (T is 1, lower is None), or there is one row (B is 1)
-    that holds tokens of several sequences one after the other. Padding has slot Z S, row num_rows and upper 0, or
-    lower = upper: it is not stored and attends to nothing. So do, by these bounds, singles.
+    that holds tokens of several sequences one after the other. Padding has a slot from Z S on, row num_rows and upper
+    0, or lower = upper: it is not stored and attends to nothing. So do, by these bounds, singles.
     """
 
     slots_BT: jax.Array
-    """int32: page * S + offset, where a token is stored; distinct, except for padding."""
+    """int32: page * S + offset, where a token is stored; distinct."""
     positions_BT: jax.Array
     """int32: position in the sequence."""
     rows_BT: jax.Array
