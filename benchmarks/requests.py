@@ -25,8 +25,9 @@ def prompts_of(count: int, vocab_size: int, seed: int) -> list[list[int]]:
     return [[generator.randrange(vocab_size) for _ in range(length)] for length in lengths]
 
 
-def at_once(count: int, vocab_size: int, submit: Submit, step: Step) -> dict:
-    return _run([0.0] * count, prompts_of(count, vocab_size, 0), submit, step)
+def at_once(count: int, vocab_size: int, submit: Submit, step: Step, seed: int = 0) -> dict:
+    """seed: of the prompts; with the same one, an engine may know them."""
+    return _run([0.0] * count, prompts_of(count, vocab_size, seed), submit, step)
 
 
 def at_rate(rate: float, vocab_size: int, submit: Submit, step: Step) -> dict:

@@ -44,7 +44,7 @@ class ServingConfig:
     prefix_cache: bool = True
     """Keep pages of finished requests, and states of layers that have one, for prompts that begin the same way."""
     decode_steps: Annotated[int, Range(at_least=1, at_most=4096)] = 4
-    """Tokens per sequence of one call of the device."""
+    """Tokens per sequence of one call of the device, at most; fewer where the engine measures that steps are slow."""
     image_tokens: PositiveInt = 8192
     """Results of images on the device whose prompts are being computed; further images wait."""
     draft_tokens: Annotated[int, Range(at_least=0, at_most=1024)] = 0

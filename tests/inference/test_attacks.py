@@ -189,6 +189,7 @@ def test_long_texts_wait_for_each_other_and_nobody_for_them():
 class Waits:
     def __init__(self, name, *owner):
         self.name = name
+        self.tokens = [1, 2]
         self.owner = Owner(*owner)
 
 
@@ -197,7 +198,7 @@ def test_who_waits_takes_turns():
     line += [Waits(f"a{number}", "a", 1) for number in range(3)]
     line += [Waits(f"A{number}", "a", 2) for number in range(2)]
     line += [Waits("b0", "b", 3), Waits("b1", "b", 3)]
-    assert len(line) == 7
+    assert (len(line), line.num_tokens) == (7, 14)
     order = []
     while line:
         first = line.first
@@ -217,7 +218,7 @@ def test_cancelling_takes_linear_time():
     begin = time.monotonic()
     for waits in reversed(waiting):
         line.remove(waits)
-    assert not line and time.monotonic() - begin < 2
+    assert not line and not line.num_tokens and time.monotonic() - begin < 2
 
 
 @contextlib.contextmanager

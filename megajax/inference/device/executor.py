@@ -6,6 +6,7 @@ What they compute is in inference/device/programs.py.
 import functools
 import math
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -267,10 +268,17 @@ class Executor:
             for key, (function, arguments) in calls.items()
         }
 
-    def run_once(self, params: dict, batches: Batches, shapes: Shapes) -> None:
-        """Runs the programs of these shapes, and those that do not depend on them; compiles what is missing."""
+    def run_once(self, params: dict, batches: Batches, shapes: Shapes) -> dict[int, float]:
+        """Runs the programs of these shapes, and those that do not depend on them; compiles what is missing.
+
+        -> {rows: seconds of a decoding step of sequences without tokens}.
+        """
+        step_seconds = {}
         for shape in shapes.decode():
-            self.decode(params, *batches.empty_decode(*shape), 1)
+            for _ in range(2):
+                start = time.perf_counter()
+                jax.block_until_ready(self.decode(params, *batches.empty_decode(*shape), 1))
+                step_seconds[shape[0]] = time.perf_counter() - start
         for shape in shapes.prefill():
             self.prefill(params, *batches.empty_prefill(*shape), False)
         for shape in self._image_shapes:
@@ -280,3 +288,4 @@ class Executor:
             self.keep(0, 0)
             self.restore(0, 0)
         jax.block_until_ready(self.caches)
+        return step_seconds

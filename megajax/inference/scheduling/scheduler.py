@@ -33,6 +33,9 @@ from megajax.inference.scheduling.work import (
     look_up,
 )
 
+# Of a call that decodes: longer than the host takes to prepare the next one (6 ms, with 256 rows 15: one H100), but not
+# by much, because a request that arrives waits for the calls under way.
+CALL_SECONDS = 0.012
 FULL = 0.7  # share of the tokens of a call that are not padding
 
 
@@ -46,7 +49,7 @@ class Limits(NamedTuple):
     chunk_pages: int
     """Pages that these sequences have together."""
     decode_steps: int
-    """Tokens per sequence of a call."""
+    """Tokens per sequence of a call, at most."""
     draft_tokens: int = 0
     """Guesses per sequence of a call."""
     window: int | None = None
@@ -57,6 +60,8 @@ class Limits(NamedTuple):
     """Results of images that a call may read; None: any number."""
     rows_beside: int = 0
     """Sequences that a call with prompts decodes."""
+    step_seconds: Items[tuple[int, float]] = ()
+    """(sequences, seconds of a step of so many), ascending; empty: not measured."""
 
 
 class Scheduler:
@@ -283,7 +288,7 @@ class Scheduler:
             return Wait()
         drafts = self._drafts(decoding)
         longest = max(sequence.limit - sequence.length for sequence in decoding)
-        num_steps = 1 if drafts or is_constrained else min(self.limits.decode_steps, longest)
+        num_steps = 1 if drafts or is_constrained else min(self._num_steps(len(decoding)), longest)
         runs = [self._run(sequence, num_steps, drafts.get(sequence, ())) for sequence in decoding]
         if self._missing(runs) > self.pool.num_free:
             num_steps = 1
@@ -301,6 +306,12 @@ class Scheduler:
             return Wait()
         self._start(runs)
         return Decode(runs, num_steps)
+
+    def _num_steps(self, num_rows: int) -> int:
+        for rows, seconds in self.limits.step_seconds:
+            if rows >= num_rows:
+                return min(math.ceil(CALL_SECONDS / seconds), self.limits.decode_steps)
+        return self.limits.decode_steps
 
     def _drafts(self, decoding: list[Sequence]) -> Guesses:
         """Guesses, as far as there are rows of a step that no sequence needs."""

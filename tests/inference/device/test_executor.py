@@ -46,9 +46,11 @@ def test_few_rows_join_products_where_the_widths_of_a_device_allow_it_and_one_de
 
 @pytest.mark.parametrize(
     ("inputs", "num_tokens", "only_cublas"),
-    [(None, 4096, False), ("unchanged", 256, False), ("unchanged", 1024, True), ("dynamic", 64, True)],
+    [(None, 256, False), (None, 4096, True), ("unchanged", 256, False), ("dynamic", 64, True)],
 )
-def test_prompts_tune_no_triton_products_that_take_long(inputs, num_tokens, only_cublas, make_test_mesh, monkeypatch):
+def test_prompts_are_one_graph_and_tune_no_triton_products_that_take_long(
+    inputs, num_tokens, only_cublas, make_test_mesh, monkeypatch
+):
     mesh = make_test_mesh()
     matrix = jnp.ones((32, 32))
     params = {
@@ -57,7 +59,8 @@ def test_prompts_tune_no_triton_products_that_take_long(inputs, num_tokens, only
     }
     assert prefill_options(params, mesh, num_tokens) == {}  # on CPU
     monkeypatch.setattr(executor, "NVIDIA", mesh.devices.flat[0].device_kind)
-    assert prefill_options(params, mesh, num_tokens) == ({TRITON_PRODUCTS: "False"} if only_cublas else {})
+    wanted = {TRITON_PRODUCTS: "False"} if only_cublas else {}
+    assert prefill_options(params, mesh, num_tokens) == wanted | {IN_GRAPHS: WHOLE_LOOP}
 
 
 def test_jaxlib_knows_the_options(make_test_mesh):

@@ -9,7 +9,7 @@ import pytest
 from megajax.inference.device.programs import Drawn
 from megajax.inference.results import Results
 from megajax.inference.scheduling.pages import KeptStates, PagePool
-from megajax.inference.scheduling.scheduler import Limits, Scheduler
+from megajax.inference.scheduling.scheduler import CALL_SECONDS, Limits, Scheduler
 from megajax.inference.scheduling.waiting import Owner
 from megajax.inference.scheduling.work import Decode, Prefill, Request, Sequence, Wait
 from megajax.inference.tokens.sampling import Sampling
@@ -59,7 +59,7 @@ def test_the_least_recently_used_kept_state_is_replaced():
 
 def test_prompts_continue_from_a_state_where_an_earlier_one_branched_off():
     pool = PagePool(20, 4)
-    limits = Limits(4, chunk_tokens=64, num_chunks=4, chunk_pages=20, decode_steps=1)
+    limits = Limits(4, chunks=[64], num_chunks=4, chunk_pages=20, decode_steps=1)
     scheduler = Scheduler(pool, limits, states=KeptStates(2))
     start = list(range(10))
 
@@ -98,8 +98,15 @@ class Device:
     def following(state: tuple[int, ...]) -> int:
         return (sum(state) + len(state)) % 5
 
-    def run(self, work: Prefill | Decode) -> Drawn:
-        tokens = self._decode(work) if isinstance(work, Decode) else self._prefill(work)
+    def run(self, work: Prefill | Decode) -> tuple[Drawn, None, Drawn | None]:
+        """-> (what is drawn, no log-probabilities of prompts, what is drawn beside prompts)."""
+        if isinstance(work, Decode):
+            return self._drawn(self._decode(work.runs, work.num_steps)), None, None
+        beside = self._drawn(self._decode(work.beside, 1)) if work.beside else None
+        return self._drawn(self._prefill(work)), None, beside
+
+    @staticmethod
+    def _drawn(tokens) -> Drawn:
         return Drawn(np.array(tokens, np.int32), None)
 
     def _prefill(self, work):
@@ -114,9 +121,9 @@ class Device:
             self.kept[copy.slot] = self.rows[copy.row]
         return [self.following(self.rows[chunk.sequence.row]) for chunk in work.chunks if chunk.is_last]
 
-    def _decode(self, work):
-        drawn = np.zeros((work.num_steps, len(work.runs)))
-        for number, run in enumerate(work.runs):
+    def _decode(self, runs, num_steps):
+        drawn = np.zeros((num_steps, len(runs)))
+        for number, run in enumerate(runs):
             state = self.rows[run.sequence.row]
             assert len(state) == run.start
             for step in range(run.count):
@@ -129,11 +136,11 @@ class Device:
 def step(scheduler, results, device, calls):
     """As Engine.step: starts the next call, and reads the one before it."""
     while isinstance(work := scheduler.next(), Wait):
-        results.read(*calls.popleft(), None)
+        results.read(*calls.popleft())
     if work is not None:
-        calls.append((work, device.run(work)))
+        calls.append((work, *device.run(work)))
     if calls and (work is None or len(calls) > 1):
-        results.read(*calls.popleft(), None)
+        results.read(*calls.popleft())
 
 
 def test_sequences_continue_from_their_own_states_whatever_happens_around_them():
@@ -143,7 +150,8 @@ def test_sequences_continue_from_their_own_states_whatever_happens_around_them()
     num_preemptions = 0
     for _ in range(20):
         pool = PagePool(10, 2)
-        limits = Limits(num_rows=3, chunk_tokens=6, num_chunks=2, chunk_pages=14, decode_steps=rng.choice((1, 3)))
+        steps, rows_beside = rng.choice((1, 3)), rng.choice((0, 3))
+        limits = Limits(3, [2, 6], num_chunks=2, chunk_pages=14, decode_steps=steps, rows_beside=rows_beside)
         scheduler = Scheduler(pool, limits, states=KeptStates(rng.choice((1, 3))))
         results = Results(scheduler, None)
         calls = deque()
@@ -177,24 +185,48 @@ def test_sequences_continue_from_their_own_states_whatever_happens_around_them()
     assert device.num_restored > 20 and num_preemptions > 20
 
 
+def submit(scheduler, prompt, max_tokens, owner=Owner()):
+    request = Request(prompt, Sampling(max_tokens=max_tokens), owner=owner)
+    request.sequences = [Sequence(request, 0, [*prompt], len(prompt) + max_tokens)]
+    scheduler.waiting += request.sequences
+    return request
+
+
+@pytest.mark.parametrize("length, computed", [(3, 3), (10, 4), (12, 12), (30, 16), (50, 50), (90, 64)])
+def test_calls_with_prompts_decode_too_and_then_have_little_padding(length, computed):
+    limits = Limits(4, [4, 16, 64], num_chunks=4, chunk_pages=200, decode_steps=2, rows_beside=4)
+    scheduler = Scheduler(PagePool(200, 2), limits)
+    submit(scheduler, [1] * 10, 40)
+    assert [(chunk.start, chunk.end) for chunk in scheduler.next().chunks] == [(0, 10)]
+    assert isinstance(scheduler.next(), Decode)
+    submit(scheduler, [2] * length, 40)
+    call = scheduler.next()
+    assert [(chunk.start, chunk.end) for chunk in call.chunks] == [(0, computed)]
+    assert [(run.start, run.count) for run in call.beside] == [(12, 1)]
+
+
+def test_calls_of_slow_steps_have_fewer():
+    measured = ((1, CALL_SECONDS / 2.5), (3, 2 * CALL_SECONDS))
+    limits = Limits(4, [64], num_chunks=4, chunk_pages=200, decode_steps=4, rows_beside=4, step_seconds=measured)
+    scheduler = Scheduler(PagePool(200, 2), limits)
+    for num_steps in (3, 1, 1, 4):
+        submit(scheduler, [1] * 10, 40)
+        assert isinstance(scheduler.next(), Prefill)
+        assert scheduler.next().num_steps == num_steps
+
+
 @pytest.mark.parametrize("first, second", [(Owner(0, 1), Owner(0, 2)), (Owner(0, 1), Owner(1, 2))])
 def test_the_first_sequence_of_another_request_does_not_wait_for_one_with_many(first, second):
     device = Device()
-    limits = Limits(4, chunk_tokens=64, num_chunks=4, chunk_pages=200, decode_steps=2)
+    limits = Limits(4, chunks=[64], num_chunks=4, chunk_pages=200, decode_steps=2)
     scheduler = Scheduler(PagePool(200, 2), limits, states=KeptStates(3))
     results = Results(scheduler, None)
 
-    def submit(owner, max_tokens):
-        request = Request([1, 2, 3], Sampling(max_tokens=max_tokens), owner=owner)
-        request.sequences = [Sequence(request, 0, [1, 2, 3], 3 + max_tokens)]
-        scheduler.waiting += request.sequences
-        return request
-
     calls = deque()
-    many = [submit(first, 40) for _ in range(10)]
+    many = [submit(scheduler, [1, 2, 3], 40, first) for _ in range(10)]
     for _ in range(5):
         step(scheduler, results, device, calls)
-    short = submit(second, 2)
+    short = submit(scheduler, [1, 2, 3], 2, second)
     for _ in range(8):
         step(scheduler, results, device, calls)
     assert short.is_finished and scheduler.num_preemptions == 1 and not any(request.is_finished for request in many)
@@ -209,7 +241,7 @@ def test_no_call_writes_to_a_page_that_another_sequence_reads_in_it():
     generator = np.random.default_rng(0)
     window, size = 6, 8
     pool = PagePool(6, size, caches_prefixes=False)
-    limits = Limits(4, chunk_tokens=16, num_chunks=4, chunk_pages=20, decode_steps=3, window=window)
+    limits = Limits(4, chunks=[16], num_chunks=4, chunk_pages=20, decode_steps=3, window=window)
     scheduler = Scheduler(pool, limits)
     num_released = 0
     for _ in range(300):
