@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megajax.config import KINDS, Config
-from megajax.data.config import SourceKind
+from megajax.data.config import DataConfig, SourceKind
 from megajax.fields.ranges import check_fields, describe
 from megajax.fields.suggestions import did_you_mean
 from megajax.terminal.command_line import Option, options
@@ -79,7 +79,7 @@ def override(config: Config, overrides: Iterable[str] | Mapping[str, Any]) -> Co
         overrides = [f"--{name}={_as_typed(value)}" for name, value in overrides.items()]
     arguments = normalised(overrides)
     recipe = config
-    config, arguments = _with_kinds(config, arguments)
+    config, arguments = _with_kinds(config, _with_task(config, arguments))
     config = _with_source(config, arguments)
     fields = {option.name: option for option in options(config)}
     given = {}
@@ -129,6 +129,20 @@ def _replaced(config: Any, values: Mapping[tuple[str, ...], Any]) -> Any:
         own = {path[1:]: value for path, value in values.items() if path[0] == name}
         changes[name] = own[()] if () in own else _replaced(getattr(config, name), own)
     return dataclasses.replace(config, **changes)
+
+
+def _with_task(config: Config, arguments: list[str]) -> list[str]:
+    """Files of conversations in --data.paths are for the task that reads them, unless a task is named."""
+    given = dict(argument[2:].split("=", 1) for argument in arguments)
+    if "task.kind" in given or config.task.reads_conversations or given.get("data.source", "indexed") != "indexed":
+        return arguments
+    with contextlib.suppress(ValueError):  # what is wrong with the paths, `check` says
+        paths = tuple(filter(None, given.get("data.paths", "").split(",")))
+        if found := DataConfig(paths=paths).conversations:
+            (kind,) = [kind for kind, task in KINDS["task"].all().items() if task.reads_conversations]
+            logger.info("task.kind=%r, implied by data.paths=%s", kind, found[0])
+            return [*arguments, f"--task.kind={kind}"]
+    return arguments
 
 
 def _with_kinds(config: Config, arguments: list[str]) -> tuple[Config, list[str]]:

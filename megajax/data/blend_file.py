@@ -2,7 +2,7 @@
 
 A blend file is JSON, {"blend": [entry, ...]}; its relative paths are relative to it. An entry has one of
 
-    "path": prefix of an indexed dataset        "blend": [entry, ...]        "file": another blend file
+    "path": as in data.paths        "blend": [entry, ...]        "file": another blend file
 
 Either all entries of a list have a "weight", or none has. Without, an entry is weighted by its number of tokens times
 "epochs" (default 1): with "epochs": 3 it is read three times while others are read once.
@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Sequence
 from megajax.data.blend import normalize_weights
 from megajax.data.indexed.dataset import prefix_of
 
+# Of files of conversations.
+RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst", ".parquet")
 MOST = 1e30  # weight or epochs of an entry: the sum of many is finite
 
 
@@ -31,7 +33,21 @@ class Entry:
 
 
 def is_blend_file(path: str) -> bool:
-    return path.endswith(".json")
+    return path.endswith(".json") and not holds_conversations(path)
+
+
+def holds_conversations(path: str) -> bool:
+    """Whether it is a file or folder of conversations, not the prefix of a dataset or a blend file."""
+    if os.path.isfile(f"{path}.bin"):
+        return False
+    if path.endswith(".json"):  # a blend is an object
+        return os.path.isfile(path) and _first_character(path) == "["
+    return path.endswith(RECORD_SUFFIXES) or os.path.isdir(path)
+
+
+def _first_character(path: str) -> str:
+    with open(path, encoding="utf-8-sig", errors="replace") as file:
+        return file.read(1 << 10).lstrip()[:1]
 
 
 def read_blend(paths: Sequence[str], field: str = "data.paths") -> Entry:
@@ -59,6 +75,12 @@ def _number(text: str) -> float | None:
 def prefixes(entry: Entry) -> list[str]:
     """Prefixes of all datasets of the blend, without duplicates, in order."""
     return list(dict.fromkeys([entry.path] if entry.path else (p for child in entry.entries for p in prefixes(child))))
+
+
+def renamed(entry: Entry, rename: Callable[[str], str]) -> Entry:
+    """The blend with other paths."""
+    entries = tuple(renamed(child, rename) for child in entry.entries)
+    return dataclasses.replace(entry, path=entry.path and rename(entry.path), entries=entries)
 
 
 def shares(entry: Entry, num_tokens: Callable[[str], int]) -> dict[str, float]:
@@ -124,9 +146,13 @@ def _entry(content, file: str, parents: tuple[str, ...], where: str) -> Entry:
     if "blend" in content:
         return Entry(entries=_entries(content["blend"], file, parents, f"{where}.blend"), weight=weight, epochs=epochs)
     name = content.get("path", content.get("file"))
-    if not isinstance(name, str) or is_blend_file(name) != ("file" in content):
-        raise refusal(f'names {name!r}; "path" is the prefix of a .bin, "file" a blend file that ends in .json')
-    return _entry_of_path(os.path.join(os.path.dirname(file), name), weight, parents, epochs)
+    path = os.path.join(os.path.dirname(file), name) if isinstance(name, str) else ""
+    if not path or is_blend_file(path) != ("file" in content):
+        raise refusal(
+            f'names {name!r}; "path" is the prefix of a .bin or a file of conversations, "file" a blend file that ends '
+            "in .json"
+        )
+    return _entry_of_path(path, weight, parents, epochs)
 
 
 def _positive(value) -> bool:

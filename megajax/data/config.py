@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
+import glob
 import logging
 import os
 from typing import Annotated, Literal
 
-from megajax.data.blend_file import is_blend_file, prefixes, read_blend
+from megajax.data.blend_file import holds_conversations, is_blend_file, prefixes, read_blend
 from megajax.data.indexed.meta import read_meta
-from megajax.data.tokenizers.load import FILE_TOKENIZERS, check_tokenizer_spec
+from megajax.data.tokenizers.load import FILE_TOKENIZERS, check_tokenizer_spec, tokenizer_file
 from megajax.fields.ranges import NonNegativeFloat, Range
 
 logger = logging.getLogger("megajax")
@@ -19,13 +20,14 @@ SourceKind = Literal["indexed", "text", "drawn", "mock"]
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
     source: SourceKind = "mock"
-    """indexed: .bin/.idx files in `paths`; text: text files in `text`; drawn: conversations about bar charts and digits
-    that are drawn when the run starts, and with tokenizer=bytes:<image>,<audio> about sound (data/prepare/
-    drawn_images.py); mock: Megatron's mock documents, or random
-    conversations. Follows from `paths` or `text` if these are given and it is not."""
+    """indexed: .bin/.idx files, or conversations, in `paths`; text: text files in `text`; drawn: conversations about
+    bar charts and digits that are drawn when the run starts, and with tokenizer=bytes:<image>,<audio> about sound
+    (data/prepare/drawn_images.py); mock: Megatron's mock documents, or random conversations. Follows from `paths` or
+    `text` if these are given and it is not."""
     paths: tuple[str, ...] = ()
-    """Prefixes of Megatron .bin/.idx files, blended by their tokens, or with a weight before each, on any scale
-    (0.7,web,0.3,code); or FILE.json with a (nested) blend (data/blend_file.py)."""
+    """Prefixes of Megatron .bin/.idx files, or files and folders of conversations (.jsonl, .json, .parquet), which are
+    tokenized once; blended by their tokens, or with a weight before each, on any scale (0.7,web,0.3,code); or FILE.json
+    with a (nested) blend (data/blend_file.py)."""
     blend_changes: tuple[str, ...] = ()
     """Entries STEP:FILE.json: from this step on, train on the blend in this file."""
     eval_paths: tuple[str, ...] = ()
@@ -36,8 +38,8 @@ class DataConfig:
     """Folders or patterns of text files; "stdlib" is the source code of Python's standard library."""
     tokenizer: str = ""
     """bytes | bytes:NAME,... (with special tokens) | null:VOCAB | sentencepiece:VOCAB (trained on `text`) | X.model |
-    X/tokenizer.json | X.tiktoken; empty: the tokenizer of `paths` recorded in P.meta.json, or null:VOCAB with the
-    vocabulary of the model."""
+    X/tokenizer.json | X.tiktoken | a folder with one of them; empty: the tokenizer of `paths` recorded in P.meta.json,
+    or null:VOCAB with the vocabulary of the model."""
     cache_dir: str = ".cache/megajax"
     """Directory for sample indices and tokenized text."""
     allow_change: bool = False
@@ -81,11 +83,23 @@ class DataConfig:
         changes = tuple(file for _, file in self.changes())
         for field, entries in (("paths", self.paths), ("blend_changes", changes), ("eval_paths", self.eval_paths)):
             for prefix in prefixes(read_blend(entries, f"data.{field}")):
+                if holds_conversations(prefix):
+                    self._check_conversations(prefix, field)
+                    continue
                 for path in (prefix + ".bin", prefix + ".idx"):
                     if not os.path.isfile(path):
                         raise ValueError(
                             f"data.{field}: file {path} does not exist; build it with python -m megajax.data.preprocess"
                         )
+
+    def _check_conversations(self, path: str, field: str) -> None:
+        if not glob.glob(path):
+            raise ValueError(f"data.{field}: no file is called {path}, or matches it")
+        if self.tokenizer and not self._reads_text:
+            raise ValueError(
+                f"data.tokenizer={self.tokenizer} cannot read text, and {path} is not tokenized yet; name the "
+                "tokenizer of the model, such as --data.tokenizer=DIR"
+            )
 
     def of_source(self, source: SourceKind) -> "DataConfig":
         """The same with another source, and without the files and the tokenizer of this one. Only text keeps the
@@ -95,6 +109,13 @@ class DataConfig:
             names.append("tokenizer")
         defaults = {field.name: field.default for field in dataclasses.fields(self) if field.name in names}
         return dataclasses.replace(self, source=source, **defaults)
+
+    @property
+    def conversations(self) -> list[str]:
+        """The files and folders of conversations in `paths` and `eval_paths`, which are tokenized when the run
+        starts."""
+        blends = read_blend(self.paths), read_blend(self.eval_paths, "data.eval_paths")
+        return [name for blend in blends for name in prefixes(blend) if holds_conversations(name)]
 
     @property
     def _reads_text(self) -> bool:
@@ -107,12 +128,19 @@ class DataConfig:
         Raises ValueError if the file of the recorded tokenizer does not exist.
         """
         if self.tokenizer or self.source == "text":
-            return self
+            return dataclasses.replace(self, tokenizer=tokenizer_file(self.tokenizer))
         if self.source == "drawn":
             return dataclasses.replace(self, tokenizer="bytes:<image>")
         spec = f"null:{vocab_size - num_added_ids}"
         if self.source == "indexed":
-            prefix = prefixes(read_blend(self.paths))[0]
+            conversations = self.conversations
+            tokenized = [name for name in prefixes(read_blend(self.paths)) if name not in conversations]
+            if not tokenized:
+                raise ValueError(
+                    f"data.tokenizer is empty, and {conversations[0]} is not tokenized yet; name the tokenizer of the "
+                    "model, such as --data.tokenizer=DIR, or bytes to try it"
+                )
+            prefix = tokenized[0]
             meta = read_meta(prefix)
             if meta is None:
                 _warn_of_unknown_tokenizer(prefix, vocab_size)

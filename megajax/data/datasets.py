@@ -11,10 +11,11 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 
 from megajax.data.blend import BlendedDataset, plan_phases
-from megajax.data.blend_file import Entry, phase_weights, prefixes, read_blend, shares
+from megajax.data.blend_file import Entry, holds_conversations, phase_weights, prefixes, read_blend, renamed, shares
 from megajax.data.config import DataConfig
 from megajax.data.indexed.dataset import IndexedDataset
 from megajax.data.indexed.meta import read_meta
+from megajax.data.prepare.conversation_files import prepare_conversations
 from megajax.data.prepare.drawn_images import prepare_drawn
 from megajax.data.prepare.text_corpus import TextForm, prepare_text
 from megajax.data.samples.dataset import Part, TokenSource
@@ -138,8 +139,10 @@ def build_datasets(
         blends = [Entry(mock.prefix)]
         held_out = Entry(mock.prefix)
     else:
-        blends = [read_blend(paths) for paths in (train_paths, *((file,) for _, file in config.changes()))]
-        held_out = read_blend(eval_paths, "data.eval_paths") if eval_paths else blends[0]
+        prepared = functools.partial(_prepared, config=config)
+        paths_of_phases = (train_paths, *((file,) for _, file in config.changes()))
+        blends = [renamed(read_blend(paths), prepared) for paths in paths_of_phases]
+        held_out = renamed(read_blend(eval_paths, "data.eval_paths"), prepared) if eval_paths else blends[0]
         names = [name for blend in (*blends, held_out) for name in prefixes(blend)]
         opened = {name: _open(name, tokenizer) for name in dict.fromkeys(names)}
     split: Split = (1, 0, 0) if eval_paths else config.split
@@ -167,6 +170,11 @@ def build_datasets(
         is_mock=config.source == "mock",
         num_token_ids=form.vocab_size or tokenizer.vocab_size,
     )
+
+
+def _prepared(path: str, config: DataConfig) -> str:
+    """The prefix of what an entry of a blend names."""
+    return prepare_conversations(path, config) if holds_conversations(path) else path
 
 
 def _open(prefix: str, tokenizer: Tokenizer) -> IndexedDataset:

@@ -6,12 +6,12 @@ as one document; .jsonl and text may be .gz or .zst; of a folder, all files at a
 several keys, each makes a dataset P_KEY. --tokenizer=sentencepiece:VOCAB trains on the input first and keeps the model
 as P.tokenizer.model.
 
---split_sentences: one sequence per sentence (for BERT). --conversations: each document is a conversation (`messages`:
-[{"role", "content"}, ...]) whose sequences alternate between context (no loss) and answer (loss), starting with a
-context; sequences may be empty. --append_eod (the default) ends the last sequence of a document with the tokenizer's
-end-of-document token, unless the template has written it. With --image_token or
---audio_token, conversations have images or clips of sound, in .jsonl, .json and .tar files, and P.images says where
-these are (docs/data.md). An existing dataset is only replaced with --overwrite.
+--split_sentences: one sequence per sentence (for BERT). --conversations: each document is a conversation (messages,
+ShareGPT, Alpaca, or prompt and completion, recognised by their fields) whose sequences alternate between context (no
+loss) and answer (loss), starting with a context; sequences may be empty. --append_eod (the default) ends the last
+sequence of a document with the tokenizer's end-of-document token, unless the template has written it. With
+--image_token or --audio_token, conversations have images or clips of sound, in .jsonl, .json and .tar files, and
+P.images says where these are (docs/data.md). An existing dataset is only replaced with --overwrite.
 
 The output does not depend on --workers: batches of documents are encoded in order, at most a few per worker at a time,
 so memory is constant. `merge`, `verify` and `inspect` as first argument run these commands instead.
@@ -24,13 +24,14 @@ from collections.abc import Sequence
 from typing import Literal
 
 from megajax.data import inspect
+from megajax.data.blend_file import RECORD_SUFFIXES
 from megajax.data.indexed.dataset import prefix_of
 from megajax.data.prepare.documents import MAX_DOCUMENT_BYTES, Reader
 from megajax.data.prepare.read_input import expand
 from megajax.data.prepare.train_tokenizer import train_tokenizer
 from megajax.data.prepare.write_tokens import output_prefixes, preprocess, refuse_to_overwrite
 from megajax.data.tokenizers.chat_template import load_chat_template
-from megajax.data.tokenizers.load import load_tokenizer
+from megajax.data.tokenizers.load import load_tokenizer, tokenizer_file
 from megajax.data.tokenizers.tokenizer import BytesTokenizer
 from megajax.media.kinds import KINDS
 from megajax.terminal.announce import announced
@@ -50,13 +51,16 @@ class Options:
     output_prefix: str
     """P of P.bin, P.idx, P.meta.json."""
     tokenizer: str = "bytes"
-    """bytes, null:VOCAB, PATH.model, PATH/tokenizer.json, PATH.tiktoken, or sentencepiece:VOCAB to train one."""
+    """bytes, null:VOCAB, PATH.model, PATH/tokenizer.json, PATH.tiktoken, a folder with one of them, or
+    sentencepiece:VOCAB to train one."""
     json_keys: tuple[str, ...] = ()
-    """Fields of .jsonl, columns of .parquet; default: text, or messages; several write P_KEY each."""
+    """Fields of .jsonl, columns of .parquet; default: text, or those of the form of conversations; several write P_KEY
+    each."""
     split_sentences: bool = False
     """One sequence per sentence, for BERT."""
     conversations: bool = False
-    """Chat messages, for supervised fine-tuning."""
+    """Conversations, for supervised fine-tuning: messages, ShareGPT, Alpaca or prompt and completion, recognised by
+    their fields."""
     chat_template: str | None = None
     """Jinja file; default: the tokenizer's, else ChatML."""
     workers: int | None = None
@@ -98,11 +102,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit(f"error: {error}")
     for prefix, meta in metas.items():
         print(
-            f"{prefix}: {meta['num_documents']:,} documents, {meta['num_tokens']:,} tokens ({meta['dtype']}) of the "
-            f"tokenizer {meta['tokenizer']}, {meta['num_bytes']:,} bytes of text, "
+            f"{prefix}: {meta['num_documents']:,} documents{_forms(meta)}, {meta['num_tokens']:,} tokens "
+            f"({meta['dtype']}) of the tokenizer {meta['tokenizer']}, {meta['num_bytes']:,} bytes of text, "
             + _num_media(meta)
             + f"{meta['num_skipped']} skipped"
         )
+
+
+def _forms(meta: dict) -> str:
+    return f" in the form {' and '.join(meta['record_forms'])}" if meta["record_forms"] else ""
 
 
 def _num_media(meta: dict) -> str:
@@ -145,8 +153,9 @@ def _run(flags: Options) -> dict[str, dict]:
     if not flags.overwrite:
         for prefix in output_prefixes(output_prefix, json_keys):
             refuse_to_overwrite(prefix)
-    files = expand(flags.input, WITH_IMAGES if flags.media_tokens else ("",))
-    spec = flags.tokenizer
+    suffixes = RECORD_SUFFIXES if flags.conversations else ("",)
+    files = expand(flags.input, WITH_IMAGES if flags.media_tokens else suffixes)
+    spec = tokenizer_file(flags.tokenizer)
     template = None
     if spec.startswith("sentencepiece:"):
         if form == "conversations":

@@ -1,7 +1,7 @@
 """Supervised fine-tuning on conversations: predict the answers only."""
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,7 @@ from megajax.tasks.language import next_token_loss
 @dataclasses.dataclass(frozen=True)
 class Conversations(Task):
     kind: Literal["conversations"] = "conversations"
-    """What the model is trained for. conversations: the answers of conversations, in files written by preprocess
-    --conversations (supervised fine-tuning)."""
+    """What the model is trained for. conversations: the answers of conversations (supervised fine-tuning)."""
     on_misfit: Literal["raise", "skip", "truncate"] = "raise"
     """What to do with a conversation longer than a sample: raise an error, skip it or truncate it. One without an
     answer is an error with raise, and skipped otherwise."""
@@ -31,6 +30,7 @@ class Conversations(Task):
     and with silent clips."""
 
     heads = ("next_token",)
+    reads_conversations: ClassVar[bool] = True
 
     def check(self, data: DataConfig, model: ModelConfig) -> None:
         super().check(data, model)

@@ -31,6 +31,8 @@ class Task:
 
     max_epochs: ClassVar[int | None] = None
     """A run that reads its data more often warns; None: no limit."""
+    reads_conversations: ClassVar[bool] = False
+    """Whether data.paths may name files of conversations."""
     num_added_ids: ClassVar[int] = 0
     """Special tokens of the task, for a tokenizer that has none of them."""
 
@@ -79,6 +81,11 @@ class Task:
     def check(self, data: DataConfig, model: ModelConfig) -> None:
         """Raises ValueError if the model has not the heads of the task, or the data not what its samples need; opens no
         file."""
+        if data.conversations and not self.reads_conversations:
+            raise ValueError(
+                f"data.paths: {data.conversations[0]} is a file or folder of conversations, which "
+                f"task.kind={self.kind} does not read; use --task.kind=conversations, or --data.text for files of text"
+            )
         missing = [name for name in self.heads if name not in model.heads]
         if not missing:
             return

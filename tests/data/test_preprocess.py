@@ -321,7 +321,7 @@ FORGETFUL = "{% for m in messages %}{{ m.role[0] }}{{ m.content if loop.last or 
         (conversation(*TURNS), "{{ ''.__class__.__mro__ }}", "line 1: chat template: SecurityError"),
         (conversation(*TURNS[:2]), None, "line 1: .*no message with the role assistant"),
         ({"messages": "hello"}, None, "line 1: the field 'messages' is no list of messages with roles"),
-        ({"text": "hello", "id": 1}, None, "line 1: no field 'messages' among 'text', 'id'; use --json_keys"),
+        ({"text": "hello", "id": 1}, None, "line 1: no conversation: it has the fields 'text', 'id'; known"),
         (conversation(("user", "<eos>"), ("assistant", "A")), None, "line 1: .*spells the special token <eos>"),
     ],
 )

@@ -1,13 +1,15 @@
 """Turns text files and records (JSON, rows, samples of a tar) into the texts and media of documents."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megajax.data.indexed.images import ImagePlace
+from megajax.data.prepare.conversation_records import MEDIA_FIELDS, messages_of, recognised, shortened
 from megajax.data.prepare.image_records import MediaSource, conversation, find_file, place_of
 from megajax.data.prepare.sentences import split_sentences
 from megajax.data.prepare.tar_samples import TarSample
@@ -15,9 +17,9 @@ from megajax.data.tokenizers.chat_template import ChatTemplate
 from megajax.media.kinds import IMAGE, KINDS, Kind
 
 FORMS = "documents", "sentences", "conversations"
+MESSAGES = "messages"  # the key of conversations whose form is recognised by their fields
 # Limit of a document: a line of .jsonl or a text file, decompressed. Encoding takes about ten times as much memory.
 MAX_DOCUMENT_BYTES = 1 << 27
-MOST_NAMES = 20  # of fields or columns in a message
 
 
 Record = bytes | dict | TarSample | None
@@ -38,7 +40,8 @@ class Reader:
     """Text files and records -> documents.
 
     Conversations have media of the kinds of which the template has a token. image_folder: of the paths in records;
-    None: the folder of the record's file.
+    None: the folder of the record's file. record_forms: path of a file -> the form of its conversations; records of a
+    file in another form are refused (conversation_records.py).
     """
 
     json_keys: tuple[str, ...] = ("text",)
@@ -46,11 +49,17 @@ class Reader:
     template: ChatTemplate | None = None
     max_document_bytes: int = MAX_DOCUMENT_BYTES
     image_folder: str | None = None
+    record_forms: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def media_tokens(self) -> dict[Kind, str]:
         found = self.template.media_tokens if self.template else {}
         return {kind: found[kind.name] for kind in KINDS if kind.name in found}
+
+    @property
+    def recognises_forms(self) -> bool:
+        """Whether the fields of a record say what its conversation is, without media."""
+        return self.form == "conversations" and self.json_keys == (MESSAGES,) and not self.media_tokens
 
     def kind_of(self, path: str) -> str:
         """jsonl, json, parquet, tar or text."""
@@ -105,6 +114,13 @@ class Reader:
                 where = f"{path} sample {record.key}" if isinstance(record, TarSample) else f"{path} {word} {i}"
                 yield lambda record=record, where=where: self._document(record, path, where), where
 
+    def first_form(self, records: Records) -> str | None:
+        """The form of the first of some records that is a conversation."""
+        for record in records:
+            with contextlib.suppress(ValueError):
+                return recognised(_parsed(record, "")).name
+        return None
+
     def file_texts(self, content: bytearray, path: str) -> list[list[str]]:
         return [self._sequences(_decode(content, path))]
 
@@ -117,16 +133,11 @@ class Reader:
     def _document(self, record: Any, path: str, where: str) -> Document:
         if record is None:
             raise self.too_long(where)
-        if isinstance(record, bytes):
-            text = _decode(record, where)
-            try:
-                record = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{where}: not JSON ({error})") from None
+        record = _parsed(record, where)
         if self.media_tokens:
             return self._with_media(record, path, where)
         if self.form == "conversations":
-            messages = self._messages(record, where)
+            messages = self._messages(record, path, where)
             return Document([self._spans(messages, record.get("tools"), where)])
         texts = []
         for key in self.json_keys:
@@ -163,20 +174,19 @@ class Reader:
             [self._spans(messages, record.get("tools"), where)], tuple(places), tuple(kind for kind, _ in media)
         )
 
-    def _messages(self, record: Any, where: str) -> list[dict]:
-        messages = _field(record, self.json_keys[0], where)
-        if not isinstance(messages, list) or not all(
-            isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages
-        ):
-            raise ValueError(
-                f"{where}: the field {self.json_keys[0]!r} is no list of messages with roles; name another with "
-                "--json_keys"
-            )
-        # a column has every field in every row, and null where a message has none
-        return [
-            {key: value for key, value in message.items() if value is not None or key == "content"}
-            for message in messages
-        ]
+    def _messages(self, record: Any, path: str, where: str) -> list[dict]:
+        (key,) = self.json_keys
+        if key != MESSAGES:
+            _field(record, key, where)
+        try:
+            if key != MESSAGES:
+                return messages_of(record, key)
+            form = recognised(record, self.record_forms.get(path))
+            if media := [name for name in MEDIA_FIELDS if record.get(name)]:
+                raise ValueError(f"it has {media[0]!r}, of which text holds nothing; preprocess it with --image_token")
+            return form.messages(record)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
 
     def _spans(self, messages: list[dict], tools: Any, where: str) -> list[str]:
         if self.template is None:
@@ -188,18 +198,22 @@ class Reader:
         return [_checked(span, where) for span in spans]
 
 
+def _parsed(record: Any, where: str) -> Any:
+    if not isinstance(record, bytes):
+        return record
+    text = _decode(record, where)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON ({error})") from None
+
+
 def _field(record: Any, key: str, where: str) -> Any:
     if not isinstance(record, dict):
         raise ValueError(f"{where}: not an object with the field {key!r}")
     if key not in record:
         raise ValueError(f"{where}: no field {key!r} among {shortened(list(record))}; use --json_keys")
     return record[key]
-
-
-def shortened(names: Sequence[str]) -> str:
-    """For a message: the first names of many."""
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(map(repr, names[:MOST_NAMES])) + more
 
 
 def _decode(content: bytes | bytearray, where: str) -> str:

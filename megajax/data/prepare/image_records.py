@@ -6,6 +6,7 @@ audio. What the table says of images holds for clips of sound with `audio` in th
 | `messages`: [{"role", "content"}], OpenAI | parts {"type": "image", "image": PATH} or {"type": "image_url", ...} |
 | the same with the field `images`: [PATH] | parts {"type": "image"}, or `<image>` in the text, in this order |
 | `conversations`: [{"from", "value"}], LLaVA; `image`: PATH or [PATH] | `<image>` in the text, in this order |
+| `instruction`, `input`, `output`; `prompt`, `completion`, with `image` | the same |
 | `question` or `context`, and `answer` or `answers` | those of the record, before the question |
 | `caption` | those of the record, before the caption, which is the answer |
 
@@ -19,11 +20,11 @@ from typing import Any, NamedTuple
 
 from megajax.audio import wav
 from megajax.data.indexed.images import ImagePlace
+from megajax.data.prepare.conversation_records import form_of
 from megajax.images import decode
 from megajax.media.kinds import AUDIO, IMAGE, Kind
 
 CHECKS = {IMAGE: decode.check, AUDIO: wav.check}
-ROLES = {"human": "user", "gpt": "assistant"}  # LLaVA's names, and ours
 
 
 class MediaSource(NamedTuple):
@@ -98,8 +99,8 @@ def _messages(record: dict, counts: Mapping[Kind, int]) -> list[dict]:
     if record.get("messages") is not None:
         has_placeholders = any(counts.values())
         return [_openai(message, kinds, has_placeholders) for message in _objects(record, "messages")]
-    if record.get("conversations") is not None:
-        return [_llava(turn, kinds) for turn in _objects(record, "conversations")]
+    if form := form_of(record):
+        return [_openai(message, kinds, True) for message in form.messages(record)]
     answer = _first(record, "answers", "answer")
     question = _first(record, "question", "context")
     if question is None and answer is None:
@@ -143,14 +144,6 @@ def _split(text: str, kinds: Sequence[Kind]) -> list[dict]:
         elif piece:
             parts.append({"type": "text", "text": piece})
     return parts or [{"type": "text", "text": ""}]
-
-
-def _llava(turn: dict, kinds: Sequence[Kind]) -> dict:
-    role = turn.get("from")
-    text = turn.get("value")
-    if not isinstance(role, str) or not isinstance(text, str):
-        raise ValueError('the field \'conversations\' is no list of {"from", "value"} with texts')
-    return {"role": ROLES.get(role, role), "content": _split(text, kinds)}
 
 
 def _openai(message: dict, kinds: Sequence[Kind], has_placeholders: bool) -> dict:

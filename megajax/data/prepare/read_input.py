@@ -14,7 +14,8 @@ import io
 import os
 from collections.abc import Generator, Iterator, Sequence
 
-from megajax.data.prepare.documents import Reader, Records, shortened
+from megajax.data.prepare.conversation_records import FIELDS, recognised, shortened
+from megajax.data.prepare.documents import Reader, Records
 from megajax.data.prepare.json_array import JsonArray
 from megajax.data.prepare.tar_samples import tar_samples
 
@@ -136,15 +137,15 @@ def as_pattern(entry: str) -> str:
     return os.path.join(glob.escape(entry), "**", "*") if os.path.isdir(entry) else entry
 
 
-def expand(entries: Sequence[str], suffixes: tuple[str, ...] = ("",)) -> list[str]:
+def expand(entries: Sequence[str], suffixes: tuple[str, ...] = ("",), option: str = "--input") -> list[str]:
     """Files in the folders, with one of the suffixes, and files that match the patterns (including `**`), sorted per
-    entry. Raises ValueError if there is none."""
+    entry. Raises ValueError if there is none. option: that has them."""
     files = []
     for entry in entries:
         found = sorted(path for path in glob.glob(as_pattern(entry), recursive=True) if os.path.isfile(path))
         found = [path for path in found if path.endswith(suffixes)] if os.path.isdir(entry) else found
         if not found:
-            raise ValueError(f"--input: no file {'in' if os.path.isdir(entry) else 'matches'} {entry}")
+            raise ValueError(f"{option}: no file {'in' if os.path.isdir(entry) else 'matches'} {entry}")
         files += found
     return files
 
@@ -242,11 +243,7 @@ def _row_batches(number: int, path: str, reader: Reader, digests: dict[int, str]
     try:
         # so that a column of a row group, which can be the whole file, is read in pieces without read-ahead
         with pyarrow.parquet.ParquetFile(path, buffer_size=BATCH_BYTES, pre_buffer=False) as file:
-            wanted = (*reader.json_keys, *(("tools",) if reader.form == "conversations" else ()))
-            columns = [name for name in wanted if name in file.schema_arrow.names]
-            if missing := [key for key in reader.json_keys if key not in columns]:
-                found = shortened(file.schema_arrow.names)
-                raise ValueError(f"no column {missing[0]!r} among {found}; use --json_keys")
+            columns = _columns(file.schema_arrow.names, reader)
             for group in range(file.num_row_groups):
                 facts = file.metadata.row_group(group)
                 rows = max(1, min(1 << 16, facts.num_rows * BATCH_BYTES // max(1, facts.total_byte_size)))
@@ -259,3 +256,14 @@ def _row_batches(number: int, path: str, reader: Reader, digests: dict[int, str]
         yield Batch(files, (), first, problem=f"{location}: cannot be read ({error})")
     with contextlib.closing(HashedFile(path)) as raw:
         digests[number] = raw.finish()
+
+
+def _columns(names: list[str], reader: Reader) -> list[str]:
+    """Those that are read, of a file with these. Raises ValueError if one is missing."""
+    if reader.recognises_forms:
+        recognised(dict.fromkeys(names, True))
+        return [name for name in names if name in FIELDS]
+    if missing := [key for key in reader.json_keys if key not in names]:
+        raise ValueError(f"no column {missing[0]!r} among {shortened(names)}; use --json_keys")
+    wanted = (*reader.json_keys, *(("tools",) if reader.form == "conversations" else ()))
+    return [name for name in wanted if name in names]

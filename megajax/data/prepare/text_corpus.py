@@ -126,7 +126,7 @@ def _build(files: list[tuple[str, str]], config: DataConfig, form: TextForm, fol
     tokenizer = load_tokenizer(spec)
     for part, paths in (("train", training), ("eval", held_out)):
         prefix = os.path.join(temporary, part)
-        workers = _num_workers(paths)
+        workers = num_workers(paths)
         # A broad pattern also matches files that are not text: they are logged and skipped.
         with announced(f"tokenizing {len(paths):,} text files"):
             preprocess(
@@ -135,7 +135,7 @@ def _build(files: list[tuple[str, str]], config: DataConfig, form: TextForm, fol
             )  # fmt: skip
 
 
-def _num_workers(paths: list[str]) -> int:
+def num_workers(paths: list[str]) -> int:
     """Starting a process costs about as much as tokenizing 5 MB, a second."""
     size = sum(os.path.getsize(path) for path in paths)
     return min(os.cpu_count() or 1, 1 + size // 20_000_000)

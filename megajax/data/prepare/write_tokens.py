@@ -3,6 +3,7 @@ data.text."""
 
 import collections
 import contextlib
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -10,7 +11,8 @@ from collections.abc import Callable, Sequence
 from megajax.data.indexed.dataset import IndexedDatasetWriter
 from megajax.data.indexed.images import ImageTable, ImageTableWriter, image_table_path
 from megajax.data.indexed.meta import COUNTS, make_meta, read_meta, write_meta
-from megajax.data.prepare.documents import MAX_DOCUMENT_BYTES, Reader, shortened
+from megajax.data.prepare.conversation_records import shortened
+from megajax.data.prepare.documents import MAX_DOCUMENT_BYTES, Reader
 from megajax.data.prepare.encode import Block, Encoder, encode_in_order
 from megajax.data.prepare.read_input import read_batches
 from megajax.data.tokenizers.chat_template import ChatTemplate, load_chat_template
@@ -51,6 +53,8 @@ def preprocess(
         template = template or load_chat_template(tokenizer)
     reader = Reader(tuple(json_keys), form, template, max_document_bytes, image_folder)
     reader.check(files)
+    if reader.recognises_forms:
+        reader = dataclasses.replace(reader, record_forms=_record_forms(files, reader))
     encoder = Encoder(tokenizer, reader, append_eod)
     prefixes = output_prefixes(output_prefix, json_keys)
     counts = [[collections.Counter() for _ in files] for _ in prefixes]
@@ -83,6 +87,7 @@ def preprocess(
         "append_eod": append_eod,
         "form": form,
         "chat_template": template.identity if template else None,
+        "record_forms": sorted(set(reader.record_forms.values())),
     }
     if reader.media_tokens:
         table = ImageTable(output_prefix)
@@ -101,6 +106,21 @@ def preprocess(
         metas[prefix] = make_meta(facts | {"json_key": key}, inputs, str(encoder.dtype), writer.digest.hexdigest())
         write_meta(prefix, metas[prefix])
     return metas
+
+
+def _record_forms(files: Sequence[str], reader: Reader) -> dict[str, str]:
+    """Path -> the form of the first conversation in the file; logged."""
+    found = {}
+    for path in files:
+        with contextlib.closing(read_batches([path], reader, {})) as batches:
+            first = next(batches, None)
+            name = reader.first_form(first.records or ()) if first else None
+        if name:
+            found[path] = name
+    for form in sorted(set(found.values())):
+        paths = [path for path, name in found.items() if name == form]
+        logger.info("conversations in the form %s: %s", form, shortened(paths))
+    return found
 
 
 def output_prefixes(output_prefix: str, json_keys: Sequence[str]) -> list[str]:

@@ -1,7 +1,8 @@
 """Tokenizers by their spec, and in the directories of runs.
 
 `load_tokenizer(spec)` understands: `bytes`, or with special tokens `bytes:<image>,<end>`; `null:VOCAB`; `PATH.model`
-(SentencePiece); `PATH/tokenizer.json`; `PATH.tiktoken`; `PATH/vocab.json` (GPT-2, with merges.txt next to it).
+(SentencePiece); `PATH/tokenizer.json`; `PATH.tiktoken`; `PATH/vocab.json` (GPT-2, with merges.txt next to it); a folder
+with one of IN_FOLDER.
 """
 
 import os
@@ -23,24 +24,38 @@ BESIDE_TOKENIZER = (
     "chat_template.json",
     "generation_config.json",
 )
+IN_FOLDER = "tokenizer.json", "tokenizer.model"  # what a folder is read by
 FILE_TOKENIZERS = {".model": SentencePieceTokenizer, ".json": HuggingFaceTokenizer, ".tiktoken": TiktokenTokenizer}
+
+
+def tokenizer_file(spec: str) -> str:
+    """The spec; of a folder, such as one of Hugging Face or a run, that of the file in it. Raises ValueError for a
+    folder without one."""
+    if spec == "bytes" or not os.path.isdir(spec):
+        return spec
+    found = [path for name in IN_FOLDER if os.path.isfile(path := os.path.join(spec, name))]
+    if not found:
+        raise ValueError(f"data.tokenizer={spec}: the folder has neither {' nor '.join(IN_FOLDER)}; name a file")
+    return found[0]
 
 
 def check_tokenizer_spec(spec: str) -> None:
     """Raises ValueError if `load_tokenizer` cannot understand the text; opens no file."""
+    spec = tokenizer_file(spec)
     name, _, size = spec.partition(":")
     if name in ("null", "sentencepiece") and not size.isdecimal():
         raise ValueError(f"data.tokenizer={spec}: write {name}:VOCAB, for example {name}:2048")
     if name not in ("bytes", "null", "sentencepiece") and not spec.endswith(tuple(FILE_TOKENIZERS)):
         raise ValueError(
             f"data.tokenizer={spec} is not known; use bytes, null:VOCAB, sentencepiece:VOCAB (with data.text), "
-            "PATH.model, PATH/tokenizer.json or PATH.tiktoken"
+            "PATH.model, PATH/tokenizer.json, PATH.tiktoken or a folder with one of them"
         )
 
 
 def load_tokenizer(spec: str, folder: str = ".") -> Tokenizer:
     """The tokenizer of a spec; paths are relative to `folder`. Raises ValueError if it is unknown or missing."""
     check_tokenizer_spec(spec)
+    spec = tokenizer_file(spec)
     if spec.partition(":")[0] == "bytes":
         return BytesTokenizer(tuple(filter(None, spec.partition(":")[2].split(","))))
     if spec.startswith("null:"):

@@ -14,7 +14,7 @@ from megajax.checkpoint.layout import Rows, stack_of
 from megajax.checkpoint.piecewise import PiecewiseArray, StoredParameter, pieces
 from megajax.config import Config
 from megajax.data.config import DataConfig
-from megajax.data.tokenizers.load import load_tokenizer
+from megajax.data.tokenizers.load import IN_FOLDER, load_tokenizer
 from megajax.data.tokenizers.tokenizer import MERGES, VOCABULARY, Tokenizer, read_json
 from megajax.mesh.config import MeshConfig
 from megajax.models.execution import ExecutionConfig
@@ -31,7 +31,6 @@ from megajax.weights.tensor_map import Tensor
 
 logger = logging.getLogger("megajax")
 
-TOKENIZERS = ("tokenizer.json", "tokenizer.model")
 OTHER_TOKENIZERS = (VOCABULARY, MERGES, "tekken.json")  # that are not read, but for the first two of GPT-2
 # Keys of a config.json that count what the files have at least a tensor, or a part of one, for.
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers")
@@ -147,7 +146,7 @@ class Folder:
         return self.reader.piecewise(model, self.reader.dtypes)
 
     def _find_tokenizer(self) -> str:
-        found = next((self.path / name for name in TOKENIZERS if (self.path / name).is_file()), None)
+        found = next((self.path / name for name in IN_FOLDER if (self.path / name).is_file()), None)
         if found is not None:
             return str(found)
         if self._has_gpt2_tokenizer():
@@ -156,7 +155,7 @@ class Folder:
         logger.warning(
             "%s has %s and neither %s, so tokens are numbers (data.tokenizer=null:%d); for text write tokenizer.json: "
             "transformers.AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)",
-            self.path, " and ".join(others) or "no tokenizer", " nor ".join(TOKENIZERS), self.model.vocab_size,
+            self.path, " and ".join(others) or "no tokenizer", " nor ".join(IN_FOLDER), self.model.vocab_size,
         )  # fmt: skip
         return f"null:{self.model.vocab_size}"
 
