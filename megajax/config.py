@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.steps import newest_meta, read_meta, saved_steps
 from megajax.data.config import DataConfig
+from megajax.data.datasets import Amounts
 from megajax.fields.ranges import check_fields
 from megajax.mesh.config import AXES, MeshConfig
 from megajax.models.decoder import DecoderConfig
@@ -94,13 +95,47 @@ class Config:
     def check_on(self, num_devices: int) -> "Config":
         """The config with its mesh resolved for that many devices, and its tokenizer named. Raises ValueError for sizes
         that do not divide."""
-        check_fields(self, "--")
-        mesh = self.mesh.resolve(num_devices)
-        config = dataclasses.replace(self, mesh=mesh)
+        config = self.with_steps()
+        check_fields(config, "--")
+        mesh = config.mesh.resolve(num_devices)
+        config = dataclasses.replace(config, mesh=mesh)
         config._check_sections()
         config = dataclasses.replace(config, data=config.data_with_tokenizer())
         config.training.check_on(mesh)
         return config
+
+    def with_steps(self) -> "Config":
+        """The config with the steps of its epochs, and those between two evaluations, as numbers. Reads the data to
+        count the samples. Raises ValueError if they cannot be read."""
+        training = self.training
+        optimizer = self.optimizer
+        evaluates = self.task.reads_conversations and self.data.source == "indexed"
+        if training.epochs is not None:
+            num_samples = self._samples_per_epoch(evaluates)
+            steps = training.steps_of(training.epochs * num_samples)
+            optimizer = dataclasses.replace(optimizer, warmup_steps=min(optimizer.warmup_steps, steps // 10))
+            logger.info(
+                "training.steps=%d: %g epochs of %.10g samples in batches of %d; optimizer.warmup_steps=%d",
+                steps, training.epochs, num_samples, training.global_batch_size, optimizer.warmup_steps,
+            )  # fmt: skip
+            training = dataclasses.replace(training, steps=steps, epochs=None)
+        if training.eval_every_steps is None:
+            every = max(training.steps // 10, 1) if evaluates else 0
+            training = dataclasses.replace(training, eval_every_steps=every)
+        return dataclasses.replace(self, training=training, optimizer=optimizer)
+
+    def _samples_per_epoch(self, evaluates: bool) -> float:
+        """evaluates: part of the data is held out."""
+        check_fields(self, "--")
+        self.task.check(self.data, self.model)
+        training = self.training
+        if self.data.source == "mock" or self.data.blend_changes:
+            what = "data.blend_changes names steps" if self.data.blend_changes else "mock documents have no end"
+            raise ValueError(f"training.epochs={training.epochs}: {what}; use --training.steps")
+        evaluates = evaluates if training.eval_every_steps is None else training.eval_every_steps > 0
+        amounts = Amounts(training.sequence_length, training.seed, num_train_samples=1, num_eval_samples=int(evaluates))
+        sources = self.task.datasets(self.data_with_tokenizer(), self.model, amounts).sources
+        return sum(source.samples_per_epoch for source in sources)
 
     def data_with_tokenizer(self) -> DataConfig:
         """The section `data` with its tokenizer named. Raises ValueError if the file of a recorded one does not

@@ -90,6 +90,10 @@ def override(config: Config, overrides: Iterable[str] | Mapping[str, Any]) -> Co
         if name not in fields:
             raise ValueError(f"--{name} is {_unknown(config, name, fields)}")
         given[name] = _read(fields[name], value)
+    if given.get("training.epochs") is not None and "training.steps" in given:
+        raise ValueError("--training.epochs and --training.steps both say how long the run is; leave one out")
+    if "training.steps" in given:
+        given["training.epochs"] = None
     config = _replaced(config, {fields[name].path: value for name, value in given.items()})
     return _fitted(recipe, config, set(given)) if given else config
 
@@ -192,11 +196,16 @@ def _fitted(recipe: Config, config: Config, overridden: set[str]) -> Config:
     free = [f"mesh.{axis}" for axis, size in config.mesh.sizes().items() if size == -1]
     if not overridden.isdisjoint(free):  # it takes the rest of the devices instead of that of the recipe
         fitted |= {field: 1 for field in free if field not in overridden}
+    fine_tunes = "data.paths" in overridden and config.task.default_epochs is not None
+    if fine_tunes and "training.epochs" not in overridden:
+        fitted["training.epochs"] = config.task.default_epochs
     if "optimizer.warmup_steps" not in overridden and config.optimizer.schedule != "constant":
         steps = config.optimizer.end_of_decay(config.training.full_batch_steps)
         recipe_steps = recipe.optimizer.end_of_decay(recipe.training.full_batch_steps)
         if config.optimizer.warmup_steps >= steps:
             fitted["optimizer.warmup_steps"] = int(config.optimizer.warmup_steps * steps / recipe_steps)
+        elif fine_tunes:
+            fitted["optimizer.warmup_steps"] = min(config.optimizer.warmup_steps, int(steps / 10))
     chooses_data = not overridden.isdisjoint({"data.source", "data.paths", "data.tokenizer"})
     if chooses_data and "model.vocab_size" not in overridden:
         with contextlib.suppress(ValueError, OSError):  # what is wrong with the data, `check` says

@@ -66,7 +66,7 @@ class CheckpointConfig:
                 f"{self.every_steps}, so each of these steps is a checkpoint anyway; use a smaller number"
             )
 
-    def check_evaluated(self, training_steps: int, eval_every_steps: int) -> None:
+    def check_evaluated(self, training_steps: int, eval_every_steps: int | None) -> None:
         """Raises ValueError if keep_best is set, but no saved step is evaluated."""
         if not self.keep_best:
             return

@@ -79,6 +79,7 @@ def _run(config: "Config", options: Options, wants_help: bool, overrides: list[s
         return
     if not options.plan and (options.plan_figure or options.plan_price is not None):
         raise ValueError("--plan_price and --plan_figure need --plan")
+    config = config.with_steps()
     if options.plan:
         plan(options.config or config.run_dir, config, options)
         return

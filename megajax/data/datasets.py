@@ -82,7 +82,11 @@ class Source:
     name: str
     tokens_per_epoch: int
     num_samples: int
-    epochs: float
+    samples_per_epoch: float
+
+    @property
+    def epochs(self) -> float:
+        return self.num_samples / self.samples_per_epoch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +169,7 @@ def build_datasets(
         tokenizer=tokenizer,
         train_tokens_per_epoch=sum(part.tokens_per_epoch for part in _parts(train)),
         eval_bytes_per_token=_bytes_per_token(evaluation, formats.eval),
-        sources=_sources(train, amounts.sequence_length, cuts[-1]),
+        sources=_sources(train, cuts[-1]),
         record=_record(train, tokenizer, form, split, splits, amounts, cuts),
         is_mock=config.source == "mock",
         num_token_ids=form.vocab_size or tokenizer.vocab_size,
@@ -260,12 +264,12 @@ def _parts(dataset: Dataset) -> list[Any]:
     return getattr(dataset, "datasets", [dataset])
 
 
-def _sources(dataset: Dataset, length: int, num_samples: int) -> tuple[Source, ...]:
+def _sources(dataset: Dataset, num_samples: int) -> tuple[Source, ...]:
     parts = _parts(dataset)
     picks = getattr(dataset, "dataset_index", np.zeros(num_samples, np.int16))
     counts = np.bincount(picks[:num_samples], minlength=len(parts)).tolist()
     return tuple(
-        Source(part.indexed.prefix, part.tokens_per_epoch, count, count * length / part.tokens_per_epoch)
+        Source(part.indexed.prefix, part.tokens_per_epoch, count, part.samples_per_epoch)
         for part, count in zip(parts, counts, strict=True)
     )
 

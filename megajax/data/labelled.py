@@ -57,7 +57,7 @@ def labelled_datasets(config: DataConfig, amounts: Amounts) -> tuple[Datasets, L
         "num_samples": amounts.num_train_samples,
     }
     num_samples = amounts.num_train_samples
-    source = Source("data.text", train.tokens_per_epoch, num_samples, num_samples / len(train.examples))
+    source = Source("data.text", train.tokens_per_epoch, num_samples, len(train.examples))
     datasets = Datasets(
         train=train,
         eval=part(1, amounts.num_eval_samples) if amounts.num_eval_samples else None,

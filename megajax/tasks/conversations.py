@@ -31,6 +31,8 @@ class Conversations(Task):
 
     heads = ("next_token",)
     reads_conversations: ClassVar[bool] = True
+    default_epochs: ClassVar[float | None] = 3
+    max_epochs: ClassVar[int | None] = 4
 
     def check(self, data: DataConfig, model: ModelConfig) -> None:
         super().check(data, model)

@@ -33,6 +33,9 @@ class Task:
     """A run that reads its data more often warns; None: no limit."""
     reads_conversations: ClassVar[bool] = False
     """Whether data.paths may name files of conversations."""
+    default_epochs: ClassVar[float | None] = None
+    """Of a run on data.paths of the user's, if neither training.steps nor training.epochs is given; None: the steps of
+    the recipe."""
     num_added_ids: ClassVar[int] = 0
     """Special tokens of the task, for a tokenizer that has none of them."""
 

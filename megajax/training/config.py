@@ -1,9 +1,10 @@
 """The sections `training` and `launch` of a configuration."""
 
+import bisect
 import dataclasses
 from typing import Annotated, Literal
 
-from megajax.fields.ranges import Coefficient, DropRate, NonNegativeInt, PositiveFloat, PositiveInt, Range
+from megajax.fields.ranges import MAX_INT32, Coefficient, DropRate, NonNegativeInt, PositiveFloat, PositiveInt, Range
 from megajax.mesh.config import MeshConfig
 from megajax.models.interface import LossOptions
 from megajax.training.batch_schedule import BatchSchedule
@@ -17,6 +18,9 @@ MAX_PASSES = 1_000_000  # of microbatches through stages in a step: their order 
 class TrainingConfig:
     steps: PositiveInt = 1000
     """Optimizer steps of the whole run."""
+    epochs: PositiveFloat | None = None
+    """Passes over the training data, instead of steps, which are counted when the run starts; the warm-up is then at
+    most a tenth of them. Default: 3 if --data.paths names conversations and neither is given, else None."""
     global_batch_size: PositiveInt = 8
     """Sequences per step, over all devices."""
     microbatch_size: PositiveInt | None = None
@@ -28,8 +32,9 @@ class TrainingConfig:
     """Seed of the initial weights, the data order and dropout."""
     log_every_steps: PositiveInt = 10
     """Steps between two lines of metrics."""
-    eval_every_steps: NonNegativeInt = 0
-    """Steps between two evaluations; 0: none."""
+    eval_every_steps: NonNegativeInt | None = None
+    """Steps between two evaluations; 0: none; None: ten evaluations of a run on conversations in data.paths, otherwise
+    none."""
     eval_steps: PositiveInt = 10
     """Batches per evaluation, of global_batch_size sequences each."""
     loss_mean: LossMean = "token"
@@ -92,6 +97,11 @@ class TrainingConfig:
     def full_batch_steps(self) -> float:
         """Length of the run in steps of global_batch_size: `steps`, or fewer if the batch ramps up."""
         return self.schedule(MeshConfig()).num_samples(self.steps) / self.global_batch_size
+
+    def steps_of(self, num_samples: float) -> int:
+        """The steps that read that many samples, rounded up."""
+        schedule = self.schedule(MeshConfig())
+        return bisect.bisect_left(range(MAX_INT32), num_samples, lo=1, key=schedule.num_samples)
 
     @property
     def loss_options(self) -> LossOptions:

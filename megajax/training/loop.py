@@ -133,6 +133,7 @@ class Trainer:
         if config.check_replicas_every_steps:
             console.note(describe_replicas(state))
         evaluate = self.evaluator()
+        eval_every = config.eval_every_steps or config.steps
         done = first
         for step, batch in enumerate(batches, start=first):
             profiler.before(step + 1)
@@ -146,7 +147,7 @@ class Trainer:
             self.checkpointer.check()
             asked = stop.asked(done, self.lock.problem())
             evaluation: dict[str, float] = {}
-            if evaluate is not None and (done % config.eval_every_steps == 0 or done == config.steps):
+            if evaluate is not None and (done % eval_every == 0 or done == config.steps):
                 reporter.flush()
                 with console.announced("evaluating"), _collected(unreadable):
                     evaluation = evaluate(state.weights)

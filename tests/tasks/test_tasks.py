@@ -62,7 +62,7 @@ class ToyPolicy(Task):
             tokenizer=load_tokenizer(data.tokenizer),
             train_tokens_per_epoch=1,
             eval_bytes_per_token=None,
-            sources=(Source("toy", 1, len(train), 1.0),),
+            sources=(Source("toy", 1, len(train), len(train)),),
             record={"seed": amounts.seed},
             is_mock=True,
             num_token_ids=VOCAB,

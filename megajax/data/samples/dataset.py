@@ -60,6 +60,10 @@ class SampleDataset(Generic[F]):
             raise ValueError(f"data.paths: {indexed.prefix}.bin holds {indexed.dtype}, not token ids")
         self.prepare()
 
+    @property
+    def samples_per_epoch(self) -> float:
+        return self.tokens_per_epoch / self.sequence_length
+
     def prepare(self) -> None:
         """Finds the order of the samples, and `tokens_per_epoch`."""
         raise NotImplementedError

@@ -118,6 +118,11 @@ class SftDataset(SampleDataset[SftFormat]):
     def __len__(self) -> int:
         return len(self.sample_index) - 1
 
+    @property
+    def samples_per_epoch(self) -> float:
+        """Not from the tokens: samples are not all full."""
+        return len(self) * self.num_conversations / len(self.document_index)
+
     def _open_table(self) -> ImageTable | MockImages | None:
         """Of the media of the data, if the model reads any."""
         if isinstance(self.indexed, MockConversations):
