@@ -28,10 +28,13 @@ def recipes() -> dict[str, Callable[[], "Config"]]:
 
 
 def recipe(name: str) -> "Config":
-    """The config of a recipe, or of hugging_face:DIR. Raises ValueError for an unknown name, with the nearest one."""
+    """The config of a recipe, of hugging_face:DIR, or of a file (megajax/recipe_files.py). Raises ValueError for an
+    unknown name, with the nearest one."""
     kind, _, folder = name.partition(":")
     if kind == "hugging_face":
         return importlib.import_module("megajax.weights.hugging_face.recipe").fine_tuning(folder)
+    if "." in name and (files := importlib.import_module("megajax.recipe_files")).is_file(name):
+        return files.read(name, recipe)
     modules = {name: module for module, name, _ in _read()}
     if name not in modules:
         hint = did_you_mean(name, modules) or "; --list_configs shows all"

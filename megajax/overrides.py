@@ -71,20 +71,19 @@ RENAMED = {
 
 
 def override(config: Config, overrides: Iterable[str] | Mapping[str, Any]) -> Config:
-    """The config with overrides applied: `--section.field=value` arguments, or {"section.field": value}.
+    """The config with overrides applied: `--section.field=value` arguments, or {"section.field": value}, whose values
+    are texts as one types them or objects.
 
     Raises ValueError for the first invalid one.
     """
-    if isinstance(overrides, Mapping):
-        overrides = [f"--{name}={_as_typed(value)}" for name, value in overrides.items()]
-    arguments = normalised(overrides)
+    if not isinstance(overrides, Mapping):
+        overrides = dict(argument[2:].split("=", 1) for argument in normalised(overrides))
     recipe = config
-    config, arguments = _with_kinds(config, _with_task(config, arguments))
-    config = _with_source(config, arguments)
+    typed = _with_task(config, overrides)
+    config = _with_source(_with_kinds(config, typed), typed)
     fields = {option.name: option for option in options(config)}
     given = {}
-    for argument in arguments:
-        name, _, value = argument[2:].partition("=")
+    for name, value in typed.items():
         if name not in fields and name in RENAMED:
             raise ValueError(f"--{name} is now --{RENAMED[name]}")
         if name not in fields:
@@ -115,15 +114,26 @@ def _unknown(config: Config, name: str, fields: Iterable[str]) -> str:
     return "unknown" + (did_you_mean(name, fields, "--") or "; --help shows all fields")
 
 
-def _read(option: Option, text: str) -> Any:
-    """The value of what was typed: commas separate list elements; true, false and none may be lower case."""
+def _read(option: Option, typed: Any) -> Any:
+    """The value of what was typed, or of an object: commas separate list elements; true, false and none may be lower
+    case."""
+    text = str(typed)
     value = SPELLED.get(text.lower(), text)
     if type(value) in option.kinds and value is not text:
         return value
-    try:
-        return option.read_type([part for part in text.split(",") if part] if option.is_list else text)
-    except ValueError:
-        raise ValueError(f"{option.name}={text!r} is not {describe(option.hint)}") from None
+    with contextlib.suppress(ValueError):
+        if option.is_list:
+            return option.read_type(_elements(typed))
+        if not isinstance(typed, list | tuple):
+            return option.read_type(text)
+    raise ValueError(f"{option.name}={typed!r} is not {describe(option.hint)}")
+
+
+def _elements(typed: Any) -> list[str]:
+    """Of a list, or of what one types for it."""
+    if isinstance(typed, list | tuple):
+        return [str(part) for part in typed]
+    return [part for part in str(typed).split(",") if part]
 
 
 def _replaced(config: Any, values: Mapping[tuple[str, ...], Any]) -> Any:
@@ -135,45 +145,39 @@ def _replaced(config: Any, values: Mapping[tuple[str, ...], Any]) -> Any:
     return dataclasses.replace(config, **changes)
 
 
-def _with_task(config: Config, arguments: list[str]) -> list[str]:
+def _with_task(config: Config, given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Files of conversations in --data.paths are for the task that reads them, unless a task is named."""
-    given = dict(argument[2:].split("=", 1) for argument in arguments)
     if "task.kind" in given or config.task.reads_conversations or given.get("data.source", "indexed") != "indexed":
-        return arguments
+        return given
     with contextlib.suppress(ValueError):  # what is wrong with the paths, `check` says
-        paths = tuple(filter(None, given.get("data.paths", "").split(",")))
-        if found := DataConfig(paths=paths).conversations:
+        if found := DataConfig(paths=tuple(_elements(given.get("data.paths", "")))).conversations:
             (kind,) = [kind for kind, task in KINDS["task"].all().items() if task.reads_conversations]
             logger.info("task.kind=%r, implied by data.paths=%s", kind, found[0])
-            return [*arguments, f"--task.kind={kind}"]
-    return arguments
+            return {**given, "task.kind": kind}
+    return given
 
 
-def _with_kinds(config: Config, arguments: list[str]) -> tuple[Config, list[str]]:
+def _with_kinds(config: Config, given: Mapping[str, Any]) -> Config:
     """--model.kind=NAME and --task.kind=NAME take the defaults of that kind, except for fields that both have, like
     sizes: the recipe's."""
     for section, kinds in KINDS.items():
-        flag = f"--{section}.kind"
-        for argument in arguments:
-            name, _, kind = argument.partition("=")
-            before = getattr(config, section)
-            if name == flag and kind != before.kind:
-                chosen = kinds.of(kind)
-                names = {field.name for field in dataclasses.fields(chosen)} - {"kind"}
-                common = {field.name for field in dataclasses.fields(before)} & names
-                new = chosen(**{name: getattr(before, name) for name in common})
-                config = dataclasses.replace(config, **{section: new})
-        arguments = [argument for argument in arguments if not argument.startswith(f"{flag}=")]
-    return config, arguments
+        before = getattr(config, section)
+        kind = given.get(f"{section}.kind", before.kind)
+        if kind != before.kind:
+            chosen = kinds.of(kind)
+            names = {field.name for field in dataclasses.fields(chosen)} - {"kind"}
+            common = {field.name for field in dataclasses.fields(before)} & names
+            new = chosen(**{name: getattr(before, name) for name in common})
+            config = dataclasses.replace(config, **{section: new})
+    return config
 
 
 SOURCES = {"paths": "indexed", "text": "text"}  # field of data -> the source that reads it
 
 
-def _with_source(config: Config, arguments: list[str]) -> Config:
+def _with_source(config: Config, given: Mapping[str, Any]) -> Config:
     """--data.source=NAME drops the files and the tokenizer of the recipe's own source. Without it, the source is the
     one that reads --data.paths or --data.text."""
-    given = dict(argument[2:].split("=", 1) for argument in arguments)
     implied = [(field, source) for field, source in SOURCES.items() if given.get(f"data.{field}")]
     source = given.get("data.source", config.data.source)
     if "data.source" not in given and len(implied) == 1:
@@ -196,7 +200,8 @@ def _fitted(recipe: Config, config: Config, overridden: set[str]) -> Config:
     free = [f"mesh.{axis}" for axis, size in config.mesh.sizes().items() if size == -1]
     if not overridden.isdisjoint(free):  # it takes the rest of the devices instead of that of the recipe
         fitted |= {field: 1 for field in free if field not in overridden}
-    fine_tunes = "data.paths" in overridden and config.task.default_epochs is not None
+    # A recipe with data of its own says how long that is trained on.
+    fine_tunes = "data.paths" in overridden and config.task.default_epochs is not None and not recipe.data.paths
     if fine_tunes and "training.epochs" not in overridden:
         fitted["training.epochs"] = config.task.default_epochs
     if "optimizer.warmup_steps" not in overridden and config.optimizer.schedule != "constant":
@@ -229,11 +234,6 @@ def _is_no_text(config: Config) -> bool:
         tokenizer = config.data_with_tokenizer().tokenizer
         return config.data.source == "mock" or tokenizer.startswith("null:")
     return False
-
-
-def _as_typed(value: Any) -> str:
-    """What one types for a value."""
-    return ",".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 
 def normalised(arguments: Iterable[str]) -> list[str]:

@@ -42,7 +42,7 @@ def test_page_names_fields_recipes_and_files_that_exist(page):
         named |= set(re.findall(rf"(?:^|(?<=[\s-]))((?:{SECTIONS})(?:\.\w+)+)", quoted))
     files = {name for name in named if name.endswith((".py", ".json"))}
     assert sorted(named - files - known_fields()) == []
-    recipes = set(re.findall(r"--config=(\w+)(?!\w*:)", text)) - {"NAME"}
+    recipes = set(re.findall(r"--config=(\w+)(?!\w*(?::|\.\w))", text)) - {"NAME"}
     assert sorted(recipes - set(configs.recipes())) == []
     links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith("http")]
     generated = [link for link in links if "reference/" in link]

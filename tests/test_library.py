@@ -67,7 +67,7 @@ def test_recipe_takes_overrides_by_name_and_as_on_the_command_line():
     typed = megajax.recipe("gpt_tiny", ["--model.num_layers=2", "--data.text=a,b", "--model.attention_sinks=true"])
     assert by_name == typed == megajax.override(configs.recipe("gpt_tiny"), by_name_of(by_name))
     with pytest.raises(ValueError, match="did you mean --training.steps"):
-        megajax.recipe("gpt_tiny", {"training.epochs": 3})
+        megajax.recipe("gpt_tiny", {"training.num_steps": 3})
 
 
 def by_name_of(config) -> dict:

@@ -1,9 +1,14 @@
 """Train a model, or resume a run.
 
---config=NAME          recipe; --list_configs lists all
+--config=NAME          recipe; --list_configs lists all. FILE.yaml and
+                       FILE.py:NAME are recipes of your own, hugging_face:DIR
+                       fine-tunes public weights
 --run_dir=DIR          directory of the run (default: runs/NAME). If it holds a
                        run, that run resumes; without --config it resumes with
                        its saved configuration
+--save_config=FILE     write the configuration, overrides included, to
+                       FILE.yaml, which --config takes
+--config_schema        print the JSON schema of such files, for editors
 --plan[=GPU]           estimate memory and speed of the run without a GPU: h100,
                        h200, a100, b200; --plan=search:64[:GPU] ranks the meshes
                        of 64 GPUs by predicted speed
@@ -19,6 +24,7 @@
 """
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +44,10 @@ class Options:
     """Recipe to start from; empty: the configuration of the run in run_dir."""
     list_configs: bool = False
     """List the recipes."""
+    save_config: str = ""
+    """Write the configuration, overrides included, to this .yaml file, which --config takes."""
+    config_schema: bool = False
+    """Print the JSON schema of such files, for editors."""
     plan: str = ""
     """Estimate memory and speed of the run on a GPU: h100 (default), h200, a100 or b200; search:64 or search:64:h200
     ranks the meshes of 64 GPUs."""
@@ -54,7 +64,12 @@ def main(arguments: list[str]) -> None:
     if options.list_configs:
         _list_configs()
         return
-    is_resumed = not options.config and any(word.startswith(("--run_dir", "--run-dir")) for word in overrides)
+    if options.config_schema:
+        from megajax import recipe_files
+
+        print(json.dumps(recipe_files.schema(), indent=2))
+        return
+    is_resumed = not options.config and _names_run_dir(overrides)
     if wants_help and not options.config and not is_resumed:
         print(_usage())
         return
@@ -76,6 +91,9 @@ def _run(config: "Config", options: Options, wants_help: bool, overrides: list[s
     if wants_help:
         about = "Override a field with --section.field=VALUE; commas separate list elements."
         print_help(_program(), about, Options, config)
+        return
+    if options.save_config:
+        _save(config, options.save_config, _names_run_dir(overrides))
         return
     if not options.plan and (options.plan_figure or options.plan_price is not None):
         raise ValueError("--plan_price and --plan_figure need --plan")
@@ -135,6 +153,14 @@ def _saved_config(overrides: list[str]) -> "Config":
     return dataclasses.replace(Config.load(run_dir), launch=LaunchConfig())
 
 
+def _save(config: "Config", path: str, names_run_dir: bool) -> None:
+    """names_run_dir: whether it was given; if not, the new recipe has its own."""
+    from megajax import recipe_files
+
+    recipe_files.write(config if names_run_dir else dataclasses.replace(config, run_dir=""), path)
+    print(f"{path} written; {_program()} --config={path} trains it")
+
+
 def plan(name: str, config: "Config", options: Options) -> None:
     """Prints the plan of the run on its mesh, or searches a mesh; an axis of -1 counts as 1."""
     from megajax.planning.plan import plan_device, plan_rows
@@ -172,6 +198,10 @@ def _parse(arguments: list[str]) -> tuple[Options, bool, list[str]]:
     words = ["--plan=h100" if word == "--plan" else word for word in arguments if word not in ("--help", "-h")]
     options, overrides = parse_known(Options, words, _program())
     return options, {"--help", "-h"}.intersection(arguments) != set(), overrides
+
+
+def _names_run_dir(overrides: list[str]) -> bool:
+    return any(word.startswith(("--run_dir", "--run-dir")) for word in overrides)
 
 
 def _list_configs() -> None:
