@@ -42,7 +42,8 @@ def holds_conversations(path: str) -> bool:
         return False
     if path.endswith(".json"):  # a blend is an object
         return os.path.isfile(path) and _first_character(path) == "["
-    return path.endswith(RECORD_SUFFIXES) or os.path.isdir(path)
+    names = (name for _, _, found in os.walk(path) for name in found)
+    return path.endswith(RECORD_SUFFIXES) or any(name.endswith(RECORD_SUFFIXES) for name in names)
 
 
 def _first_character(path: str) -> str:

@@ -254,7 +254,7 @@ def test_a_bad_record_is_named_or_left_out_and_counted(prepare, damaged, tmp_pat
         assert found.startswith("error: "), found
         assert f"{tmp_path}/a.jsonl line 2: " in found
         assert why in found, found
-        assert found.endswith("repair it or pass --on_error=skip\n")
+        assert found.endswith("repair it, or leave it out with preprocess --on_error=skip\n")
     lines = write_lines(tmp_path / "b.jsonl", good, *(record for record, _ in BAD), good)
     with caplog.at_level(logging.WARNING):
         printed = prepare(lines, images=damaged, on_error="skip", workers=2)

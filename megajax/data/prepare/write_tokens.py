@@ -163,5 +163,5 @@ def _count(block: Block) -> dict[str, int]:
 def _report(skipped: list[str], on_error: str) -> None:
     for message in skipped:
         if on_error == "raise":
-            raise ValueError(f"{message}; repair it or pass --on_error=skip")
+            raise ValueError(f"{message}; repair it, or leave it out with preprocess --on_error=skip")
         logger.warning("skipped: %s", message)

@@ -479,17 +479,11 @@ def test_the_vocabulary_and_merges_of_gpt2_become_a_tokenizer(llama_folder, tmp_
 
 
 def test_fine_tuning_on_conversations_from_a_folder_and_back(llama_folder, tmp_path, monkeypatch):
-    from megajax.data.preprocess import main as preprocess
-
     monkeypatch.chdir(tmp_path)
     talk = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello hello"}]
-    (tmp_path / "chat.jsonl").write_text((json.dumps({"messages": talk}) + "\n") * 40)
-    preprocess([
-        "--conversations", "--input", "chat.jsonl", "--output_prefix", "chat",
-        "--tokenizer", str(llama_folder / "tokenizer.json"),
-    ])  # fmt: skip
+    (tmp_path / "chat.jsonl").write_text((json.dumps({"prompt": "hello", "completion": "hello hello"}) + "\n") * 40)
     arguments = [
-        f"--config=hugging_face:{llama_folder}", "--run_dir=run", "--data.paths=chat", "--task.kind=conversations",
+        f"--config=hugging_face:{llama_folder}", "--run_dir=run", "--data.paths=chat.jsonl",
         "--training.steps=3", "--training.sequence_length=32", "--optimizer.warmup_steps=0",
         "--optimizer.learning_rate=1e-3", "--training.log_every_steps=1", "--training.eval_every_steps=0",
     ]  # fmt: skip
