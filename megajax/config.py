@@ -95,8 +95,8 @@ class Config:
     def check_on(self, num_devices: int) -> "Config":
         """The config with its mesh resolved for that many devices, and its tokenizer named. Raises ValueError for sizes
         that do not divide."""
+        check_fields(self, "--")
         config = self.with_steps()
-        check_fields(config, "--")
         mesh = config.mesh.resolve(num_devices)
         config = dataclasses.replace(config, mesh=mesh)
         config._check_sections()
@@ -105,8 +105,8 @@ class Config:
         return config
 
     def with_steps(self) -> "Config":
-        """The config with the steps of its epochs, and those between two evaluations, as numbers. Reads the data to
-        count the samples. Raises ValueError if they cannot be read."""
+        """The config, after `check_fields`, with the steps of its epochs, and those between two evaluations, as numbers.
+        Reads the data to count the samples. Raises ValueError if they cannot be read."""
         training = self.training
         optimizer = self.optimizer
         evaluates = self.task.reads_conversations and self.data.source == "indexed"
@@ -126,7 +126,6 @@ class Config:
 
     def _samples_per_epoch(self, evaluates: bool) -> float:
         """evaluates: part of the data is held out."""
-        check_fields(self, "--")
         self.task.check(self.data, self.model)
         training = self.training
         if self.data.source == "mock" or self.data.blend_changes:

@@ -87,7 +87,6 @@ class Run:
         if jax.process_count() > 1:
             raise ValueError(f"megajax.Run supports one process, not {jax.process_count()}; use train.py")
         devices = jax.devices() if devices is None else list(devices)
-        config = config.with_steps()
         config.check()
         self.config = config.check_on(len(devices))
         self.mesh: Mesh = make_mesh(self.config.mesh, devices)

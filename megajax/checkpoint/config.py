@@ -67,8 +67,9 @@ class CheckpointConfig:
             )
 
     def check_evaluated(self, training_steps: int, eval_every_steps: int | None) -> None:
-        """Raises ValueError if keep_best is set, but no saved step is evaluated."""
-        if not self.keep_best:
+        """Raises ValueError if keep_best is set, but no saved step is evaluated. eval_every_steps: None if it is not
+        known yet."""
+        if not self.keep_best or eval_every_steps is None:
             return
         if not eval_every_steps:
             raise ValueError(

@@ -14,7 +14,7 @@ import io
 import os
 from collections.abc import Generator, Iterator, Sequence
 
-from megajax.data.prepare.conversation_records import FIELDS, recognised, shortened
+from megajax.data.prepare.conversation_records import FIELDS, MEDIA_FIELDS, recognised, shortened
 from megajax.data.prepare.documents import Reader, Records
 from megajax.data.prepare.json_array import JsonArray
 from megajax.data.prepare.tar_samples import tar_samples
@@ -262,7 +262,7 @@ def _columns(names: list[str], reader: Reader) -> list[str]:
     """Those that are read, of a file with these. Raises ValueError if one is missing."""
     if reader.recognises_forms:
         recognised(dict.fromkeys(names, True))
-        return [name for name in names if name in FIELDS]
+        return [name for name in names if name in (*FIELDS, *MEDIA_FIELDS)]
     if missing := [key for key in reader.json_keys if key not in names]:
         raise ValueError(f"no column {missing[0]!r} among {shortened(names)}; use --json_keys")
     wanted = (*reader.json_keys, *(("tools",) if reader.form == "conversations" else ()))
