@@ -105,7 +105,7 @@ class Config:
         return config
 
     def with_steps(self) -> "Config":
-        """The config, after `check_fields`, with the steps of its epochs, and those between two evaluations, as numbers.
+        """The config with the steps of its epochs, and those between two evaluations, as numbers; after `check_fields`.
         Reads the data to count the samples. Raises ValueError if they cannot be read."""
         training = self.training
         optimizer = self.optimizer

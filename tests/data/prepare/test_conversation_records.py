@@ -125,6 +125,14 @@ def test_unknown_and_mixed_forms_end_with_one_line(tmp_path, record, message):
     assert "\n" not in str(error.value)
 
 
+def test_a_table_with_images_is_no_text(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    table = pa.Table.from_pylist([in_form("ShareGPT", "a\nb", "c") | {"images": ["x.png"]}])
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="a.parquet row 1: it has 'images', of which text holds nothing"):
+        prepare_conversations(str(tmp_path / "a.parquet"), config(tmp_path))
+
+
 def test_a_run_reads_and_blends_conversations_and_prepares_them_once(tmp_path, caplog):
     write_lines(tmp_path / "a.jsonl", records("ShareGPT") * 10)
     write_lines(tmp_path / "b.jsonl", records("Alpaca") * 5)
