@@ -13,7 +13,19 @@ time.
 import importlib
 
 __version__ = "0.1.0"
-__all__ = ["Config", "Plan", "Run", "figures", "load_run", "override", "plan", "recipe", "recipes", "use_cpu_devices"]
+__all__ = [
+    "Config",
+    "Plan",
+    "Run",
+    "figures",
+    "load_run",
+    "override",
+    "plan",
+    "recipe",
+    "recipes",
+    "search",
+    "use_cpu_devices",
+]
 
 _MODULES = {"Config": "megajax.config", "override": "megajax.overrides", "use_cpu_devices": "megajax.mesh.processes"}
 

@@ -7,9 +7,10 @@ import dataclasses
 import functools
 import html
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -21,8 +22,12 @@ from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.steps import find_step
 from megajax.config import Config
 from megajax.data.datasets import Datasets
+from megajax.evaluation.perplexity import perplexity_of
+from megajax.evaluation.text_model import TextModel
 from megajax.inference.device.weights import restore_weights
 from megajax.inference.engine import Engine
+from megajax.inference.load import OpenedModel, open_model
+from megajax.inference.shapes import laid_out, text_batches
 from megajax.inference.tokens.sampling import Sampling
 from megajax.mesh.config import make_mesh
 from megajax.mesh.processes import use_compilation_cache
@@ -30,18 +35,21 @@ from megajax.models.model import Model
 from megajax.overrides import override
 from megajax.planning.memory import memory_per_device
 from megajax.planning.plan import USABLE_MEMORY, plan_device, plan_rows
+from megajax.planning.search import search as searched
 from megajax.training.batch_schedule import Batch, BatchSchedule
 from megajax.training.batches import BatchPlacer
+from megajax.training.faults.watchdog import Watchdog
 from megajax.training.reporting.metrics import read_metrics
 from megajax.training.reporting.reporter import scalars
 from megajax.training.state import TrainState
 from megajax.training.step import make_eval_step
 from megajax.weights.hugging_face.folder import is_folder
-from megajax.weights.sources import SavedStep
+from megajax.weights.sources import SavedStep, Source
 
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns about every directory that is only read
 
 Overrides = Iterable[str] | Mapping[str, Any]
+Loss = Callable[[jax.Array, Mapping[str, jax.Array]], jax.Array]
 
 
 def recipes() -> dict[str, str]:
@@ -74,25 +82,28 @@ def load_run(run_dir: str | Path, overrides: Overrides = (), devices: Sequence[j
 class Run:
     """A configuration on devices: mesh, model, data, single train steps, or `train` for the whole run.
 
-    Only `train` writes to the run directory. Datasets and compiled functions are created on first use.
+    Only `train` writes to the run directory. Datasets and compiled functions are created on first use. Where `state` is
+    optional, the default is the newest checkpoint in the run directory.
 
     Args:
-        config: from `recipe`; one mesh axis may be -1.
+        config: from `recipe`, or the name of a recipe; one mesh axis may be -1.
         devices: devices of the mesh; default: all of this process.
 
     Raises ValueError for a configuration that is inconsistent or does not fit the devices.
     """
 
-    def __init__(self, config: Config, devices: Sequence[jax.Device] | None = None):
+    def __init__(self, config: Config | str, devices: Sequence[jax.Device] | None = None):
         if jax.process_count() > 1:
             raise ValueError(f"megajax.Run supports one process, not {jax.process_count()}; use train.py")
         devices = jax.devices() if devices is None else list(devices)
+        config = recipe(config) if isinstance(config, str) else config
         config.check()
         self.config = config.check_on(len(devices))
         self.mesh: Mesh = make_mesh(self.config.mesh, devices)
         self.program = self.config.make_program(self.mesh)
         use_compilation_cache()
         self._engine: Engine | None = None
+        self._losses: dict[Loss, Any] = {}
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items() if size > 1) or "one device"
@@ -159,15 +170,74 @@ class Run:
             total, tokens = self._eval_step(state.weights, self._placed(batch, accumulate=False))["loss"]
         return float(total) / float(tokens)
 
+    def value_and_grad(self, loss: Loss, state: TrainState, batch: Mapping[str, np.ndarray]) -> tuple[float, dict]:
+        """A loss of your own -> (its value, its gradients in the structure of state.params, on the mesh).
+
+        loss: (logits float32 [B, T, V], batch) -> scalar, in jax.numpy; without dropout. batch: as in `step`. Raises
+        ValueError for a pipeline, and for a model that predicts no next token.
+        """
+        self._check_logits()
+        if loss not in self._losses:
+
+            def of_params(params, state, batch):
+                return loss(_logits(self.model, state._replace(params=params).weights, batch), batch)
+
+            self._losses[loss] = jax.jit(jax.value_and_grad(of_params))
+        with jax.set_mesh(self.mesh):
+            placed = {name: array[0] for name, array in self._placed(batch, accumulate=False).items()}
+            value, gradients = self._losses[loss](state.params, state._replace(optimizer=None), placed)
+        return float(value), gradients
+
+    # ------------------------------------------------------------------ texts and tokens
+
+    def logits(self, tokens: Sequence[int] | Sequence[Sequence[int]], state: TrainState | None = None) -> np.ndarray:
+        """float32 [T, V] of one sequence of tokens, [B, T, V] of several of the same length: before the token after
+        each. Raises ValueError for more tokens than the model reads, a pipeline, and a model that predicts no next
+        token."""
+        self._check_logits()
+        given = np.asarray(tokens, np.int32)
+        tokens_BT = np.atleast_2d(given)
+        size, length = tokens_BT.shape
+        most = self.model.config.max_length
+        if not given.size or (most is not None and length > most):
+            raise ValueError(f"tokens: {length} in a sequence; the model reads 1 to {most or 'any number'}")
+        ((_, (rows, padded)),) = text_batches([length] * size, self.mesh, most, batch_tokens=2**62)
+        padded_BT = np.zeros((rows, max(padded, length)), np.int32)
+        padded_BT[:size, :length] = tokens_BT
+        batch, index_T = laid_out({"tokens": padded_BT}, self.model, self.mesh)
+        with jax.set_mesh(self.mesh):
+            found = np.asarray(self._forward(self._weights(state), batch))
+        return found[:size, index_T[:length], : self.model.config.vocab_size].reshape(*given.shape, -1)
+
+    def perplexity(self, texts: str | Sequence[str], state: TrainState | None = None) -> dict[str, float]:
+        """loss (nats per token), perplexity, bits_per_byte, and how many documents, tokens and bytes were read, as
+        `megajax evaluate` computes them. Each text is a document, of any length. Raises ValueError for a pipeline."""
+        self._check_logits()
+        opened = open_model(self.config.run_dir, self.config.mesh) if state is None else self._in_memory(state)
+        return perplexity_of(TextModel(opened), [texts] if isinstance(texts, str) else texts).metrics()
+
+    def evaluate(self, state: TrainState | None = None) -> dict[str, float]:
+        """The evaluation of training on training.eval_steps held-out batches: eval_loss, eval_bits_per_byte, ...
+
+        Raises ValueError if training.eval_every_steps is 0.
+        """
+        with runs.make_trainer(self.config, self.program, self.datasets, Watchdog(0)) as trainer:
+            evaluate = trainer.evaluator()
+            if evaluate is None:
+                raise ValueError("training.eval_every_steps=0: the run has no held-out samples; set it, to 100 say")
+            with jax.set_mesh(self.mesh):
+                return evaluate(self._weights(state))
+
     # ------------------------------------------------------------------ whole runs
 
-    def train(self) -> str:
+    def train(self, on_metrics: Callable[[dict[str, Any]], None] | None = None) -> str:
         """Trains as train.py does, or resumes -> "finished", "interrupted" or "already finished".
 
         Prints its progress; writes checkpoints and metrics to the run directory. Uses all devices of this process.
+        on_metrics: is called with each line of metrics.jsonl as it comes; what it raises ends the run.
         """
         covers_all = self.mesh.devices.flatten().tolist() == jax.devices()
-        return runs.train(self.config, self.program if covers_all else None)
+        return runs.train(self.config, self.program if covers_all else None, on_metrics)
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl in the run directory: step, loss, ..., or step, eval_loss."""
@@ -181,10 +251,7 @@ class Run:
         """
         settings = Sampling(**sampling)
         settings.check()
-        if self.model.stages is not None:
-            raise ValueError(
-                f"mesh.pipeline={self.config.mesh.pipeline}: generation does not support pipelines; use another mesh"
-            )
+        self._check_no_pipeline()
         if state is None:
             source = SavedStep(self.config.run_dir)
             tokenizer = source.tokenizer()
@@ -204,6 +271,27 @@ class Run:
         return plan(self.config, device)
 
     # ------------------------------------------------------------------ parts
+
+    def _check_no_pipeline(self) -> None:
+        if self.model.stages is not None:
+            raise ValueError(
+                f"mesh.pipeline={self.config.mesh.pipeline}: only training supports pipelines; use another mesh"
+            )
+
+    def _check_logits(self) -> None:
+        self._check_no_pipeline()
+        self.model.config.check_generates()
+
+    def _weights(self, state: TrainState | None) -> dict:
+        return (self.restore() if state is None else state).weights
+
+    def _in_memory(self, state: TrainState) -> OpenedModel:
+        source = cast(Source, types.SimpleNamespace(config=self.config, is_foreign=False))
+        return _InMemory(source, self.model, self.mesh, self.datasets.tokenizer, (), params=state.weights)
+
+    @functools.cached_property
+    def _forward(self):
+        return jax.jit(functools.partial(_logits, self.model))
 
     @functools.cached_property
     def _eval_step(self):
@@ -245,6 +333,20 @@ class Run:
                 f"{microbatch or 1} (training.microbatch_size); use {-(-size // unit) * unit} sequences"
             )
         return BatchSchedule(size, microbatch and unit, None)(0)
+
+
+def _logits(model: Model, weights: dict, batch: Mapping[str, jax.Array]) -> jax.Array:
+    """float32 [B, T, V]."""
+    module = model.module(weights)
+    return module.token_logits(module.hidden(dict(batch))[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class _InMemory(OpenedModel):
+    params: dict = dataclasses.field(default_factory=dict)
+
+    def restore(self, replaced: dict | None = None) -> dict:
+        return self.params
 
 
 def _stacked(dataset, indices: range) -> dict[str, np.ndarray]:
@@ -295,3 +397,13 @@ def plan(config: Config, device: str = "h100") -> Plan:
         memory_bytes=memory,
         usable_bytes=int(USABLE_MEMORY * gpu.memory_bytes),
     )
+
+
+def search(config: Config, num_devices: int, device: str = "h100") -> list[Config]:
+    """The config on each mesh of that many GPUs that fits, with the microbatch size and the recomputation that are
+    predicted to be fastest there; the fastest mesh first. `plan` tells more of each.
+
+    Raises ValueError for an inconsistent configuration, and if no such mesh can run it.
+    """
+    found = searched(config.with_steps(), num_devices, plan_device(device))
+    return [candidate.config for candidate in found.best]

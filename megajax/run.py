@@ -32,7 +32,7 @@ from megajax.training.loop import CannotGoOn, Output, Trainer
 from megajax.training.program import Program
 from megajax.training.replay import run_again
 from megajax.training.reporting.console import Console, format_count
-from megajax.training.reporting.metrics import MetricsWriter, running_seconds
+from megajax.training.reporting.metrics import Listener, MetricsWriter, running_seconds
 from megajax.training.reporting.starts import start_record
 from megajax.training.run_lock import RunLock, locked
 from megajax.weights import start_from
@@ -40,18 +40,21 @@ from megajax.weights import start_from
 logger = logging.getLogger("megajax")
 
 
-def train(config: Config, program: Program[Mesh] | None = None) -> str:
+def train(config: Config, program: Program[Mesh] | None = None, on_metrics: Listener | None = None) -> str:
     """Builds everything that the config describes and trains -> "finished", "interrupted" or "already finished".
 
     program: of this config on all devices, if it has been made already; what it has compiled is not compiled again.
+    on_metrics: is called with each line of metrics.jsonl, in the process that writes it.
     Raises ValueError, with one line, if another run uses the directory, if the config cannot be trained, or if training
     cannot go on because of what it reads or where it writes.
     """
     with Watchdog(config.launch.hang_minutes) as watchdog, locked(Path(config.run_dir)) as lock:
-        return _train(config, watchdog, lock, program)
+        return _train(config, watchdog, lock, program, on_metrics)
 
 
-def _train(config: Config, watchdog: Watchdog, lock: RunLock, program: Program[Mesh] | None) -> str:
+def _train(
+    config: Config, watchdog: Watchdog, lock: RunLock, program: Program[Mesh] | None, on_metrics: Listener | None
+) -> str:
     watchdog.alive()
     with announced("starting the devices"):
         num_devices = jax.device_count()
@@ -69,7 +72,7 @@ def _train(config: Config, watchdog: Watchdog, lock: RunLock, program: Program[M
         record(config, program, datasets)
     # All processes must find the same programs: one that has to compile waits for the others to autotune with it.
     use_compilation_cache(COMPILATION_CACHE if jax.process_count() == 1 else run_dir / "compilation")
-    with make_trainer(config, program, datasets, watchdog, lock) as trainer:
+    with make_trainer(config, program, datasets, watchdog, lock, on_metrics) as trainer:
         console = trainer.output.console
         if changed:
             console.note(f"changed since the run was last started: {'; '.join(changed)}")
@@ -207,13 +210,19 @@ def record(config: Config, program: Program[Mesh], datasets: Datasets) -> None:
 
 @contextlib.contextmanager
 def make_trainer(
-    config: Config, program: Program[Mesh], datasets: Datasets, watchdog: Watchdog, lock: RunLock | None = None
+    config: Config,
+    program: Program[Mesh],
+    datasets: Datasets,
+    watchdog: Watchdog,
+    lock: RunLock | None = None,
+    on_metrics: Listener | None = None,
 ) -> Iterator[Trainer]:
     """The Trainer of a run on all devices; the mesh of the config must be resolved. lock: of the run directory; without
-    it nothing is written there."""
+    it nothing is written there. on_metrics: as in `train`."""
     run_dir = Path(config.run_dir)
     writes = jax.process_index() == 0 and lock is not None
-    writer = MetricsWriter(run_dir, config.logging, dataclasses.asdict(config), lock) if writes else None
+    described = dataclasses.asdict(config)
+    writer = MetricsWriter(run_dir, config.logging, described, lock, on_metrics) if writes else None
     with Checkpointer(run_dir, None if lock is None else config.checkpoint) as checkpointer:
         yield Trainer(
             config=config.training,
@@ -230,7 +239,7 @@ def make_trainer(
                 console=Console(enabled=jax.process_index() == 0),
                 writer=writer,
                 meta={
-                    "config": dataclasses.asdict(config),
+                    "config": described,
                     "tokenizer": datasets.tokenizer.identity,
                     "eod_id": datasets.tokenizer.eod_id,
                     "data": datasets.record,

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -47,8 +48,15 @@ def make(folder, **more) -> megajax.Run:
 def trained(tmp_path_factory):
     """A run of three steps, with two microbatches, on data 2 x fsdp 2 x tensor 2."""
     run = make(tmp_path_factory.mktemp("library"), mesh_data=2, mesh_fsdp=2, mesh_tensor=2, training_microbatch_size=1)
-    assert run.train() == "finished"
+    lines = []
+    assert run.train(lines.append) == "finished"
+    assert lines == run.metrics() and [line["step"] for line in lines] == [1, 2, 3, 3]
     return run
+
+
+@pytest.fixture(scope="module")
+def state(trained):
+    return trained.restore()
 
 
 def test_import_takes_no_time_and_names_what_there_is():
@@ -183,6 +191,46 @@ def test_generation_uses_the_given_weights_or_the_newest_saved(trained, few):
         run.generate("abc", max_tokens=0)
 
 
+def cross_entropy(logits_BTV, batch):
+    log_probs = jax.nn.log_softmax(logits_BTV[..., : TINY["model.vocab_size"]])
+    of_labels = jnp.take_along_axis(log_probs, batch["labels"][..., None], -1)[..., 0]
+    return -(of_labels * batch["loss_mask"]).sum() / batch["loss_mask"].sum()
+
+
+def test_a_loss_of_ones_own_has_gradients(trained, state):
+    batch = trained.batch(1)
+    value, gradients = trained.value_and_grad(cross_entropy, state, batch)
+    assert value == pytest.approx(trained.loss(state, batch), rel=1e-5)
+    step = 0.1 / sum(float((g**2).sum()) for g in jax.tree.leaves(gradients))
+    moved = state._replace(params=jax.tree.map(lambda w, g: w - step * g, state.params, gradients))
+    assert trained.loss(moved, batch) == pytest.approx(value - 0.1, abs=0.03)  # to first order
+
+
+def test_logits_are_those_of_any_part_and_their_loss_is_the_perplexity(trained, state):
+    text = "some text of several bytes"
+    tokens = [trained.datasets.tokenizer.eod_id, *trained.datasets.tokenizer.encode(text)]
+    logits_TV = trained.logits(tokens, state)
+    assert (logits_TV.shape, logits_TV.dtype) == ((len(tokens), TINY["model.vocab_size"]), np.float32)
+    np.testing.assert_allclose(trained.logits([tokens[:9]] * 3)[2], logits_TV[:9], atol=1e-5)
+    log_probs = np.asarray(jax.nn.log_softmax(logits_TV))
+    wanted = -log_probs[np.arange(len(tokens) - 1), tokens[1:]].mean()
+    for found in (trained.perplexity(text), trained.perplexity([text, text], state)):
+        assert found["loss"] == pytest.approx(wanted, rel=1e-5)
+    assert found["documents"] == 2 and found["bits_per_byte"] == pytest.approx(wanted / np.log(2), rel=1e-5)
+    with pytest.raises(ValueError, match="the model reads 1 to"):
+        trained.logits([])
+
+
+def test_an_evaluation_is_that_of_training(trained, state):
+    (wanted,) = [line for line in trained.metrics() if "eval_loss" in line]
+    assert trained.evaluate(state)["eval_loss"] == pytest.approx(wanted["eval_loss"], rel=1e-6)
+
+
+def test_a_run_takes_the_name_of_a_recipe():
+    with pytest.raises(ValueError, match="did you mean gpt_tiny"):
+        megajax.Run("gpt_tny")
+
+
 def test_a_batch_that_the_step_cannot_take_is_refused(trained):
     state = trained.restore()
     batch = trained.batch()
@@ -217,6 +265,15 @@ def test_plan_prints_and_says_whether_it_fits():
     assert len(figure.axes[0].patches) == 2 * len(small.memory_bytes)
 
 
+def test_a_search_gives_configurations_the_fastest_first():
+    found = megajax.search(megajax.recipe("gpt2_124m"), 8)
+    assert all(config.mesh.num_devices == 8 for config in found)
+    speeds = [
+        float(dict(megajax.plan(config).rows)["step time, estimate"].split()[0]) for config in found[:1] + found[-1:]
+    ]
+    assert len(found) > 5 and speeds[0] < speeds[1]
+
+
 def test_figures_show_the_losses_the_mask_and_the_parts_on_each_device(trained):
     lines = megajax.figures.loss(trained.metrics()).axes[0].lines
     batches, means, evaluations = lines
@@ -242,5 +299,5 @@ def test_sharding_over_a_pipeline_has_one_panel_per_stage(tmp_path):
     run = make(tmp_path, mesh_data=4, mesh_pipeline=2, training_microbatch_size=1)
     panels = megajax.figures.sharding(run, "layers.dense.mlp.up").axes
     assert [axes.texts[0].get_text() for axes in panels] == ["0,1,2,3", "4,5,6,7"]
-    with pytest.raises(ValueError, match="mesh.pipeline=2: generation does not support pipelines"):
+    with pytest.raises(ValueError, match="mesh.pipeline=2: only training supports pipelines"):
         run.generate("abc")

@@ -72,6 +72,13 @@ def perplexity(
     return {name: _totals(model, itertools.islice(found, limit), overlap) for name, found in sources.items()}
 
 
+def perplexity_of(model: TextModel, texts: Iterable[str]) -> Totals:
+    """Of texts in memory, each a document; empty ones are left out."""
+    encoded = ((text, model.tokenizer.encode(text)) for text in texts)
+    documents = (_document(model, tokens, len(text.encode())) for text, tokens in encoded if tokens)
+    return _totals(model, documents, model.max_length // 2)
+
+
 def check_files(texts: Sequence[str], prefixes: Sequence[str] = ()) -> None:
     """Raises ValueError for a file that does not exist or has an unknown format; reads no text."""
     if missing := [path for path in texts if not os.path.isfile(path)]:

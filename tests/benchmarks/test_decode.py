@@ -41,5 +41,5 @@ def test_each_phase_is_recorded_and_a_failure_ends_only_its_own(tmp_path, monkey
 
 
 def test_an_unknown_phase_is_refused():
-    with pytest.raises(ValueError, match="--phases=decoding is unknown; use any of torch,ready,decode"):
+    with pytest.raises(ValueError, match="--phases=decoding is unknown; use any of torch,vllm,ready,decode"):
         decode.main(["--phases=decoding"])

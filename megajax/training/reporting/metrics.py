@@ -27,7 +27,7 @@ import socket
 import struct
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,9 @@ class LoggingConfig:
             )
 
 
+Listener = Callable[[dict[str, Any]], None]
+
+
 class MetricsWriter:
     """Writes the metrics of one run, on process 0 only.
 
@@ -81,12 +84,19 @@ class MetricsWriter:
         config: the logging section.
         run_config: the resolved config as plain JSON values, shown by TensorBoard and Weights & Biases.
         lock: nothing is written once it has a problem; None: it is not asked.
+        listener: is called with each line, before it is written.
     """
 
     def __init__(
-        self, run_dir: str | os.PathLike, config: LoggingConfig, run_config: dict, lock: RunLock | None = None
+        self,
+        run_dir: str | os.PathLike,
+        config: LoggingConfig,
+        run_config: dict,
+        lock: RunLock | None = None,
+        listener: Listener | None = None,
     ):
         config.check()
+        self._listener = listener
         self._lock = lock
         self._run_dir = Path(run_dir)
         self._run_dir.mkdir(parents=True, exist_ok=True)
@@ -107,6 +117,8 @@ class MetricsWriter:
         if self._lock is not None and self._lock.problem():  # the file may be that of another run
             return
         record = {name: _plain(value) for name, value in metrics.items()}
+        if self._listener is not None:
+            self._listener(dict(record))
         with self._writes_metrics:
             self._file.append(json.dumps(record, allow_nan=False).encode() + b"\n")
         step = record.pop("step")
