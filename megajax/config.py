@@ -17,6 +17,7 @@ from megajax.checkpoint.steps import newest_meta, read_meta, saved_steps
 from megajax.data.config import DataConfig
 from megajax.data.datasets import Amounts
 from megajax.fields.ranges import check_fields
+from megajax.layers.lora import LoraConfig
 from megajax.mesh.config import AXES, MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
@@ -46,6 +47,7 @@ KINDS = {"model": MODELS, "task": TASKS}
 class Config:
     model: ModelConfig = DecoderConfig()
     task: Task = Language()
+    lora: LoraConfig = LoraConfig()
     execution: ExecutionConfig = ExecutionConfig()
     mesh: MeshConfig = MeshConfig()
     precision: PrecisionConfig = PrecisionConfig()
@@ -156,6 +158,7 @@ class Config:
             self.model,
             self.precision,
             self.execution,
+            adapters=self.lora.transforms,
             stages=stages,
             trained=self.training.trained,
             frozen=self.training.frozen,
@@ -241,7 +244,7 @@ def incompatibilities(old: Config, new: Config) -> list[str]:
         now = getattr(new, section).kind
         if before != now:
             return [f"{section}.kind: {before} -> {now}"]
-    lines = differences(_fixed(old.model), _fixed(new.model), "model.")
+    lines = differences(_fixed(old.model), _fixed(new.model), "model.") + differences(old.lora, new.lora, "lora.")
     fixed = ["precision.params:", "optimizer.name:", "training.trained:", "training.frozen:"]
     if "float8" in (old.optimizer.moments, new.optimizer.moments):  # float32 and bfloat16 have the same tree
         fixed.append("optimizer.moments:")

@@ -51,6 +51,13 @@ class Parameter:
         return self.role in CAST
 
     @property
+    def is_stored_rounded(self) -> bool:
+        """Whether precision.params is the format in which it is stored. The others take little memory, and bfloat16
+        would lose their updates: a norm scale is near 1, and its updates are below half a unit in the last place,
+        2^-9."""
+        return self.is_cast and self.role != "adapter"
+
+    @property
     def is_quantizable(self) -> bool:
         """Whether serving can store it in 8 bits: the matrices of layers, except for those of experts (a grouped
         matmul) and those that expand latents (which decoding multiplies from the other side)."""

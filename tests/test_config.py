@@ -242,7 +242,7 @@ def test_every_field_has_help():
                 assert re.search(rf'    {field.name}: .*\n    """', lines), f"{kind.__name__}.{field.name}"
 
     sections = [value for value in vars(Config()).values() if dataclasses.is_dataclass(value)]
-    assert len(sections) == 11
+    assert len(sections) == 12
     for kind in {*map(type, sections), *MODELS.all().values(), *TASKS.all().values()}:
         if not kind.__module__.startswith("test"):
             check(kind)

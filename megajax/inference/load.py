@@ -71,6 +71,7 @@ def open_model(
         mesh_config = mesh_config.resolve(len(devices))
         config.model.check(mesh_config, config.training.sequence_length, config.execution)
     device_mesh = make_mesh(mesh_config, devices[: mesh_config.num_devices])
-    model = Model(config.model, config.precision.for_inference.with_compute(compute), config.execution)
+    precision = config.precision.for_inference.with_compute(compute)
+    model = Model(config.model, precision, config.execution, adapters=config.lora.transforms)
     start_ids = getattr(tokenizer, "start_ids", ()) if source.is_foreign else ()
     return OpenedModel(source, model, device_mesh, tokenizer, tuple(start_ids), weights)

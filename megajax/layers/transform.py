@@ -1,8 +1,8 @@
 """Transforms of the matrices of layers, chosen by name: a number format, an adapter.
 
 A transform wraps a matrix, never a layer: no layer and no family knows of it. It can put parameters beside the weight,
-change the weight, or change the product. Those of a model (Model.transforms) are applied, in their order, when a stack
-builds its layers.
+change the weight, or change the product. Those of a model (Model.transforms: of precision.recipe, of its family and of
+the section lora) are applied, in their order, when a stack builds its layers.
 """
 
 import contextlib
@@ -33,6 +33,9 @@ class Transform:
 
     field: ClassVar[str]
     """The field of the config that chooses the matrices."""
+    trains_alone: ClassVar[bool] = False
+    """Whether only adapters are trained unless training.trained names others. Frozen matrices are then stored in the
+    compute dtype, without a copy in float32."""
     matrices: tuple[str, ...]
     """Shell patterns of the matrices, by their name in a layer: attention.query, mlp.down."""
 

@@ -64,11 +64,13 @@ class Model:
         precision: PrecisionConfig = PrecisionConfig(),
         execution: ExecutionConfig = ExecutionConfig(),
         *,
+        adapters: tuple[Transform, ...] = (),
         stages: Stages | None = None,
         trained: tuple[str, ...] = (),
         frozen: tuple[str, ...] = (),
     ):
-        """stages: the pipeline stages for which layers are stored and that models/pipelined.py runs; None: no pipeline.
+        """adapters: transforms of matrices besides those of the precision and of the family of the model (lora).
+        stages: the pipeline stages for which layers are stored and that models/pipelined.py runs; None: no pipeline.
         trained, frozen: shell patterns of the parameters to train and to freeze; frozen takes precedence, and an empty
         `trained` means all. Allocates nothing.
 
@@ -78,25 +80,32 @@ class Model:
         self.precision = precision
         self.execution = execution
         self.stages = stages
+        self.adapters = adapters
         low = LowPrecision(precision.low_matrices, precision.recipe, precision.high_layers)
-        self.transforms: tuple[Transform, ...] = (*([low] if precision.is_low else []), *config.transforms)
+        self.transforms: tuple[Transform, ...] = (*([low] if precision.is_low else []), *config.transforms, *adapters)
         """Of the matrices of layers."""
+        self._trains_alone = any(transform.trains_alone for transform in self.transforms)
         self._graphdef, state = nnx.split(nnx.eval_shape(lambda: self._build(jax.random.key(0))))
         self._structure = Structure.of(state)
         self.records = records(state)
         """Nested dict of the record of each weight: axes, role."""
-        self.abstract_weights = jax.eval_shape(self._cast, self._structure.to_tree(state))
-        self._frozen = self._frozen_names(trained, frozen)
         self._check_transforms()
+        self._frozen = self._frozen_names(trained, frozen)
+        self.abstract_weights = jax.eval_shape(self._cast, self._structure.to_tree(state))
 
     def _frozen_names(self, trained: tuple[str, ...], frozen: tuple[str, ...]) -> frozenset[str]:
-        everything = jax.tree_util.tree_leaves_with_path(self.records)
-        names = [name_of(path) for path, record in everything if record.role != "variable"]
+        roles = {name: record.role for name, record in named(self.records).items() if record.role != "variable"}
+        names = list(roles)
         for field, patterns in (("trained", trained), ("frozen", frozen)):
             for pattern in patterns:
                 if not any(matches(name, [pattern]) for name in names):
                     raise ValueError(f"training.{field}: {pattern!r} matches no parameter; names look like {names[0]}")
-        found = frozenset(name for name in names if matches(name, frozen) or not matches(name, trained or ("*",)))
+
+        def is_trained(name: str) -> bool:
+            is_default = roles[name] == "adapter" or not self._trains_alone
+            return (matches(name, trained) if trained else is_default) and not matches(name, frozen)
+
+        found = frozenset(name for name in names if not is_trained(name))
         if len(found) == len(names):
             raise ValueError(f"training.frozen={','.join(frozen)} leaves no parameter to train; freeze fewer")
         return found
@@ -130,14 +139,14 @@ class Model:
 
     def _cast(self, weights: dict) -> dict:
         """The weights in the dtype in which they are stored."""
-        dtype = self.precision.params_dtype
 
-        def cast(a: jax.Array, record: Parameter) -> jax.Array:
-            # The others take little memory, and bfloat16 would lose their updates: a norm scale is near 1, and its
-            # updates are below half a unit in the last place, 2^-9.
-            return cast_floating(a, dtype) if record.is_cast else a
+        def cast(path, a: jax.Array, record: Parameter) -> jax.Array:
+            if not record.is_stored_rounded:
+                return a
+            is_read = self._trains_alone and name_of(path) in self._frozen
+            return cast_floating(a, self.precision.compute_dtype if is_read else self.precision.params_dtype)
 
-        return jax.tree.map(cast, weights, self.records)
+        return jax.tree_util.tree_map_with_path(cast, weights, self.records)
 
     # ------------------------------------------------------------------ the weights
 
@@ -219,6 +228,7 @@ class Model:
 
     @property
     def without_transforms(self) -> "Model":
+        """The model after `merged`, without stages."""
         return Model(self.config.without_transforms, self.precision, self.execution)
 
     @staticmethod

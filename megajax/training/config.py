@@ -47,7 +47,8 @@ class TrainingConfig:
     label_smoothing: DropRate = 0.0
     """Probability mass moved from the label to the whole vocabulary in the training loss."""
     trained: tuple[str, ...] = ()
-    """Parameters to train, by shell patterns of their names, such as *adapter*; empty: all."""
+    """Parameters to train, by shell patterns of their names, such as *_bias; empty: all, or with lora.rank the
+    adapters, *_lora_?."""
     frozen: tuple[str, ...] = ()
     """Of these, parameters not to train: for example layers.*.attention.*, embedding."""
     max_consecutive_skips: NonNegativeInt = 20

@@ -95,7 +95,8 @@ def _replay(trainer: Trainer, step: int, changed: list[str]) -> None:
     # With a loop over the layers, the report can name the layer. Full recomputation saves memory, since nothing is
     # fused here; the arithmetic is the same.
     loop = dataclasses.replace(model.execution, scan_layers=True, recompute="full", recompute_every=1, offload=())
-    looped = Model(model.config, model.precision, loop, trained=config.trained, frozen=config.frozen)
+    parts = (model.config, model.precision, loop)
+    looped = Model(*parts, adapters=model.adapters, trained=config.trained, frozen=config.frozen)
     function = make_train_step(looped, program.task, WithGradients(program.optimizer.config, model.trained), config)
     (_, metrics), origins = find_origins(function, _copy(kept, shardings), batch, rate(step - 1))
     for line in describe(origins, model.num_layers, ok=bool(np.isfinite([loss, grad_norm]).all())):

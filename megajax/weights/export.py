@@ -18,6 +18,7 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.layout import recorded
 from megajax.checkpoint.steps import find_step
 from megajax.config import Config
+from megajax.layers.lora import LoraConfig
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.models.model import Model
 from megajax.parameters import Parameter
@@ -33,12 +34,13 @@ def export(run_dir: str | Path, output: str | Path, step: int | None = None, dty
     run_dir = Path(run_dir)
     step = find_step(run_dir, step)
     config = Config.load(run_dir, step)
-    model = Model(config.model, config.precision, config.execution)
+    model = Model(config.model, config.precision, config.execution, adapters=config.lora.transforms)
+    adapts = bool(config.model.transforms or model.adapters)
     with new_directory(output, "output") as new:
         with Checkpointer(run_dir, None) as checkpointer:
-            weights, meta = _read(checkpointer, step, model, None if config.model.transforms else dtype)
-        if config.model.transforms:
-            config = dataclasses.replace(config, model=config.model.without_transforms)
+            weights, meta = _read(checkpointer, step, model, "float32" if adapts else dtype)
+        if adapts:
+            config = dataclasses.replace(config, model=config.model.without_transforms, lora=LoraConfig())
             weights = _merged(model, weights, dtype)
             meta |= {"config": dataclasses.asdict(config)}
         record = {"run": str(run_dir.resolve()), "step": step, "dtype": dtype}

@@ -64,7 +64,7 @@ def export_programs(
         raise ValueError(f"max_length={max_length}: the model reads 1 to {longest} tokens")
     vocab_size = min(config.model.vocab_size, load_saved_tokenizer(run_dir, config.data.tokenizer).vocab_size)
     precision = dataclasses.replace(config.precision.for_inference.with_compute(dtype), params="float32")
-    model = Model(config.model, precision, config.execution)
+    model = Model(config.model, precision, config.execution, adapters=config.lora.transforms)
     with new_directory(output, "output") as new:
         params = _read(run_dir, step, model)
         for name, program in programs(model, vocab_size, batch_size, max_length).items():

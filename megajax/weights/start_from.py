@@ -21,7 +21,7 @@ from megajax.config import Config, differences, holds_run
 from megajax.mesh.sharding import with_shardings
 from megajax.models.model import Model
 from megajax.models.multimodal import MultimodalConfig
-from megajax.parameters import matches, merge, named, select
+from megajax.parameters import matches, merge, name_of, named, select
 from megajax.training.program import Program
 from megajax.weights.hugging_face.folder import is_folder
 from megajax.weights.hugging_face.tower import TowerFolder, TowerWeights
@@ -97,7 +97,7 @@ def check(config: Config) -> None:
                 f"checkpoint.start_fresh: {pattern!r} matches no parameter of either model; leave it out (parameter "
                 f"names look like {min(names)})"
             )
-    if problems := _problems(ours, theirs, of_towers, config.checkpoint.start_fresh):
+    if problems := _problems(ours, theirs, of_towers, _fresh(config, ours, theirs)):
         more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
         raise ValueError(
             f"checkpoint.start_from={requested} has the weights of another model ({'; '.join(problems[:4])}{more}); "
@@ -110,7 +110,6 @@ def weights(config: Config, program: Program) -> dict:
     mesh = program.mesh
     assert isinstance(mesh, Mesh)  # abstract for a plan alone, which reads no weights
     source = _source(config)
-    patterns = config.checkpoint.start_fresh
     model = program.model
     logger.info("starting with the weights of %s", source)
     changed = differences(source.config.model, config.model, "model.")
@@ -118,12 +117,13 @@ def weights(config: Config, program: Program) -> dict:
         logger.info("the model config differs from it: %s", "; ".join(changed))
     theirs = model_for(source.config, config)
     ours = _shapes(model)
+    patterns = _fresh(config, model, theirs)
     fresh = sorted(name for name in ours if matches(name, patterns))
     if fresh:
         logger.info("newly initialised: %s", ", ".join(fresh))
     if left_out := sorted(name for name in _shapes(theirs) if name not in ours):
         logger.info("not used: %s", ", ".join(left_out))
-    target = with_shardings(theirs.abstract_weights, theirs.shardings(mesh))
+    target = with_shardings(_as_stored(theirs.abstract_weights, model), theirs.shardings(mesh))
     found = source.restore_params(target, theirs.layer_rows)
     towers = _towers(config)
     of_towers = {name for tower in towers for name in tower.names}
@@ -133,6 +133,24 @@ def weights(config: Config, program: Program) -> dict:
         target = select(target, lambda name, tower=tower: name in tower.names and name not in fresh)
         loaded = merge(loaded, tower.restore_params(target, model.layer_rows))
     return merge(loaded, model.init(config.training.seed, mesh, only=fresh)) if fresh else loaded
+
+
+def _fresh(config: Config, ours: Model, theirs: Model) -> tuple[str, ...]:
+    """Patterns of the parameters that are not loaded: of start_fresh, and new adapters."""
+    known = _shapes(theirs)
+    records = named(ours.records)
+    adapters = [name for name, record in records.items() if record.role == "adapter" and name not in known]
+    return (*config.checkpoint.start_fresh, *adapters)
+
+
+def _as_stored(abstract: dict, model: Model) -> dict:
+    """The weights of another model in the dtypes of this one."""
+    dtypes = {name: leaf.dtype for name, leaf in named(model.abstract_weights).items()}
+
+    def cast(path, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return leaf.update(dtype=dtypes.get(name_of(path), leaf.dtype))
+
+    return jax.tree_util.tree_map_with_path(cast, abstract)
 
 
 def _source(config: Config) -> WeightSource:

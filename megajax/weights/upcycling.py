@@ -87,10 +87,12 @@ class _Upcycled:
             array = dense[name if name in fresh else _dense_name(name)]
             stack = stack_of(name, layer_rows)
             if stack is None:
-                return array
+                return array.astype(leaf.dtype)
             stored = layer_rows[stack] if name in fresh else before.layer_rows[_dense_name(stack)]
             form = functools.partial(self._converted, record=record, is_down=name.endswith(".down"))
-            moved = jax.jit(lambda a: form(in_rows(a, stored, layer_rows[stack])), out_shardings=leaf.sharding)
+            moved = jax.jit(
+                lambda a: form(in_rows(a, stored, layer_rows[stack])).astype(leaf.dtype), out_shardings=leaf.sharding
+            )
             return moved(array)
 
         return jax.tree_util.tree_map_with_path(make, abstract, after.records)
