@@ -17,6 +17,9 @@ logger = logging.getLogger("megajax")
 
 SPELLED = {"true": True, "false": False, "none": None}
 
+# Times that of training all parameters, at any rank (Schulman et al. 2025, thinkingmachines.ai/blog/lora).
+LORA_LEARNING_RATE = 10
+
 # What one types instead of names that fields once had.
 RENAMED = {
     f"model.{name}": f"execution.{name}"
@@ -211,6 +214,10 @@ def _fitted(recipe: Config, config: Config, overridden: set[str]) -> Config:
             fitted["optimizer.warmup_steps"] = int(config.optimizer.warmup_steps * steps / recipe_steps)
         elif fine_tunes:
             fitted["optimizer.warmup_steps"] = min(config.optimizer.warmup_steps, int(steps / 10))
+    rates = {f"optimizer.{name}" for name in ("learning_rate", "min_learning_rate")}
+    if config.lora.rank and not recipe.lora.rank and overridden.isdisjoint(rates):
+        fitted["optimizer.learning_rate"] = LORA_LEARNING_RATE * config.optimizer.learning_rate
+        fitted["optimizer.min_learning_rate"] = LORA_LEARNING_RATE * config.optimizer.min_learning_rate
     chooses_data = not overridden.isdisjoint({"data.source", "data.paths", "data.tokenizer"})
     if chooses_data and "model.vocab_size" not in overridden:
         with contextlib.suppress(ValueError, OSError):  # what is wrong with the data, `check` says

@@ -112,6 +112,11 @@ def check(config: Config) -> list[str]:
     if not holds_run(run_dir):
         if config.checkpoint.start_from:
             start_from.check(config)
+        elif config.lora.rank:
+            raise ValueError(
+                f"lora.rank={config.lora.rank} adapts weights that have been trained, and these would be random; name "
+                "them with --checkpoint.start_from, or leave it out"
+            )
         return []
     if (run_dir / "exported.json").is_file():
         raise ValueError(

@@ -17,6 +17,7 @@ from flax import nnx
 from megajax.layers.transform import Transform
 from megajax.mesh.sharding import constrain
 from megajax.ops import matmul as ops
+from megajax.ops.grouped_matmul import GroupedWeight
 from megajax.ops.low_precision import low_precision_matmul
 from megajax.parameters import LAYER_AXES, Parameter, Role, weight
 from megajax.precision import Recipe
@@ -38,7 +39,7 @@ class Matrix(nnx.Module):
         return dataclasses.replace(record, axes=axes)
 
     def matrix(self) -> ops.Weight:
-        """The effective weight, for operations that do their own product (of experts, of the chunked loss)."""
+        """The effective weight, for operations that do their own product (of latents, of the chunked loss)."""
         return self._merged(self.transforms)
 
     def array(self) -> jax.Array:
@@ -129,6 +130,13 @@ class GroupedLinear(Matrix):
         """axes: logical axes of inputs and outputs; the groups have "experts"."""
         init = nnx.initializers.normal(init_std)
         self.weight = weight((num_groups, num_inputs, num_outputs), ("experts", *axes), init, rngs, "matrix")
+
+    def multiplied(self) -> GroupedWeight:
+        """The weights by which rows are multiplied, with all transforms."""
+        w = self.weight[...]
+        for transform in self.transforms:
+            w = transform.grouped(self, w)
+        return w
 
 
 def side_by_side(

@@ -16,6 +16,7 @@ from flax import nnx
 from megajax.fields.ranges import PositiveFloat, PositiveInt
 from megajax.layers.linear import Matrix
 from megajax.layers.transform import Transform
+from megajax.ops.grouped_matmul import GroupedWeight, LowRankSum
 from megajax.ops.matmul import matmul
 from megajax.parameters import weight
 
@@ -86,6 +87,10 @@ class Lora(Transform):
     def output(self, matrix: Matrix, x: jax.Array, y: jax.Array) -> jax.Array:
         a, b = _factors(matrix)
         return y + matmul(self.scale * matmul(x, a, matrix.record.num_inputs), b)
+
+    def grouped(self, matrix: Matrix, w: GroupedWeight) -> GroupedWeight:
+        a, b = _factors(matrix)
+        return LowRankSum(w, a, self.scale * b)
 
 
 def _factors(matrix: Matrix) -> tuple[jax.Array, jax.Array]:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, ClassVar, Self
 import jax
 from flax import nnx
 
+from megajax.ops.grouped_matmul import GroupedWeight, LowRankSum
+from megajax.ops.matmul import changed
 from megajax.parameters import Parameter, matches
 from megajax.precision import Recipe
 
@@ -63,8 +65,13 @@ class Transform:
 
     def output(self, matrix: "Matrix", x: jax.Array, y: jax.Array) -> jax.Array:
         """The product of x [..., *K], from the product y [..., *N] before this transform. Without an override products
-        read the merged weight, as those of experts always do."""
+        read the merged weight."""
         raise NotImplementedError
+
+    def grouped(self, matrix: "Matrix", w: GroupedWeight) -> GroupedWeight:
+        """Of experts: the weight [E, K, N] that their products read, by default the merged one."""
+        assert not isinstance(w, LowRankSum), "adapters come last"
+        return changed(w, lambda array: self.merged(matrix, array))
 
     @property
     def has_output(self) -> bool:

@@ -87,11 +87,15 @@ def weighted_cross_entropy(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _cross_entropy(x_BTD, head_DV, bias_V, labels_BT, weights_BT, entropy_weights_BT, options):
-    return _run(x_BTD, head_DV, bias_V, labels_BT, weights_BT, entropy_weights_BT, options, with_gradients=False)[0]
+    return _run(x_BTD, head_DV, bias_V, labels_BT, weights_BT, entropy_weights_BT, options, None)[0]
 
 
-def _forward(x_BTD, head_DV, bias_V, labels_BT, weights_BT, entropy_weights_BT, options):
-    return _run(x_BTD, head_DV, bias_V, labels_BT, weights_BT, entropy_weights_BT, options, with_gradients=True)
+def _forward(x, head, bias, labels, weights, entropy_weights, options):
+    """The arguments say whether they are differentiated."""
+    bias_V = None if bias is None else bias.value
+    entropy_weights_BT = None if entropy_weights is None else entropy_weights.value
+    arrays = (x.value, head.value, bias_V, labels.value, weights.value, entropy_weights_BT)
+    return _run(*arrays, options, Gradients(of_head=head.perturbed))
 
 
 def _backward(options, gradients, d_loss):
@@ -104,11 +108,20 @@ def _backward(options, gradients, d_loss):
     return d_x, d_head, d_bias, None, None, None
 
 
-_cross_entropy.defvjp(_forward, _backward)
+_cross_entropy.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _run(x_BTD, head_DV, bias_V, labels_BT, weights_BT, entropy_weights_BT, options, with_gradients):
-    """-> (loss, (dx sharded as batch, sequence; dhead; dbias)), or (loss, None)."""
+class Gradients(NamedTuple):
+    """Which gradients to compute besides that of x."""
+
+    of_head: bool
+    """False for a frozen one: its gradient would be a third of the products, and a float32 copy of it."""
+
+
+def _run(
+    x_BTD, head_DV, bias_V, labels_BT, weights_BT, entropy_weights_BT, options, with_gradients: Gradients | None
+):  # fmt: skip
+    """-> (loss, (dx sharded as batch, sequence; dhead, or None; dbias)), or (loss, None)."""
     tokens, split_over, sharing, head_spec, bias_spec = layout_of(labels_BT)
     sequence = activation_spec(x_BTD.shape, ("batch", "sequence", None))
     scatter = sequence[1] != tokens[1]
@@ -126,12 +139,13 @@ def _run(x_BTD, head_DV, bias_V, labels_BT, weights_BT, entropy_weights_BT, opti
         else:
             d_x = lax.psum(d_x, VOCAB_AXES)
         d_head, d_bias = d_matrices
-        if sharing:
-            d_head = lax.psum_scatter(d_head, sharing, scatter_dimension=0, tiled=True)
-        d_head = lax.psum(d_head, tuple(axis for axis in split_over if axis not in sharing))
+        if d_head is not None:
+            if sharing:
+                d_head = lax.psum_scatter(d_head, sharing, scatter_dimension=0, tiled=True)
+            d_head = lax.psum(d_head, tuple(axis for axis in split_over if axis not in sharing)).astype(head_dtype)
         if d_bias is not None:
             d_bias = lax.psum(d_bias, split_over).astype(bias_V.dtype)
-        return loss, d_x, d_head.astype(head_dtype), d_bias
+        return loss, d_x, d_head, d_bias
 
     head_dtype = head_DV.dtype
     of_tokens = (labels_BT, weights_BT) if entropy_weights_BT is None else (labels_BT, weights_BT, entropy_weights_BT)
@@ -177,7 +191,7 @@ def _chunk(
     head,
     bias_V,
     options: CrossEntropyOptions,
-    with_gradients: bool,
+    with_gradients: Gradients | None,
 ) -> tuple[jax.Array, Any, Any]:
     """-> (sum of the losses, dx, (dhead, dbias)); without gradients None for both."""
     (vocab, multiplier, soft_cap, *_), z_loss, label_smoothing = options
@@ -211,4 +225,5 @@ def _chunk(
         d_logits_CV *= multiplier
     d_bias_V = None if bias_V is None else jnp.sum(d_logits_CV, 0)
     d_logits_CV = d_logits_CV.astype(x_CD.dtype)
-    return loss, head.d_x(d_logits_CV).astype(x_CD.dtype), (head.d_head(x_CD, d_logits_CV), d_bias_V)
+    d_head_DV = head.d_head(x_CD, d_logits_CV) if with_gradients.of_head else None
+    return loss, head.d_x(d_logits_CV).astype(x_CD.dtype), (d_head_DV, d_bias_V)

@@ -11,6 +11,7 @@ On Hopper our kernel computes the products of a device (pallas_kernels/grouped_m
 (ops/grouped_tiles.py). Both have the same three functions.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.mesh import compat
-from megajax.mesh.current import free_axes, manual
+from megajax.mesh.current import axis_size, free_axes, manual
 from megajax.mesh.sharding import ACTIVATION_AXES, SHARING_AXES, WEIGHT_AXES, local_weight_spec, rows_spec
 from megajax.ops import grouped_tiles
 from megajax.ops.choice import log_choice
@@ -28,13 +29,28 @@ from megajax.ops.matmul import Float32Gradient, Weight, dot_precision
 (TENSOR,) = WEIGHT_AXES["mlp"]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LowRankSum:
+    """A weight w + a b, whose products are x w + (x a) b: rounded to bfloat16, the sum would lose a small change."""
+
+    base: "GroupedWeight"
+    a: jax.Array
+    """[E, K, r]."""
+    b: jax.Array
+    """[E, r, N]."""
+
+
+GroupedWeight = Weight | LowRankSum
+
+
 def reference(rows_RK: jax.Array, matrices_EKN: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """-> [R, N] in the dtype of the rows; the definition, on one device."""
     return lax.ragged_dot(rows_RK, matrices_EKN.astype(rows_RK.dtype), sizes_E, precision=dot_precision(rows_RK.dtype))
 
 
 def grouped_matmul(
-    rows_RK: jax.Array, weights: Sequence[Weight], sizes_E: jax.Array, axes: tuple[str, str]
+    rows_RK: jax.Array, weights: Sequence[GroupedWeight], sizes_E: jax.Array, axes: tuple[str, str]
 ) -> jax.Array:
     """The products of the rows of each group with its matrices, side by side -> [R, len(weights), N].
 
@@ -47,6 +63,12 @@ def grouped_matmul(
     Computes in the dtype of the rows and accumulates in float32, as ops/matmul.py does; the gradient of a weight is
     summed over devices in the same dtype, unless the weight is a Float32Gradient.
     """
+    if any(isinstance(w, LowRankSum) for w in weights):
+        bases = [w.base if isinstance(w, LowRankSum) else w for w in weights]
+        out_RWN = grouped_matmul(rows_RK, bases, sizes_E, axes)
+        changes = [_low_rank(rows_RK, w.a, w.b, sizes_E, axes) if isinstance(w, LowRankSum) else None for w in weights]
+        none = jnp.zeros_like(out_RWN[:, 0])
+        return out_RWN + jnp.stack([none if change is None else change for change in changes], 1)
     is_wide = isinstance(weights[0], Float32Gradient)
     arrays = tuple(w.array if isinstance(w, Float32Gradient) else w for w in weights)
     assert axes == ("embed", "mlp") or (axes == ("mlp", "embed") and len(arrays) == 1), (axes, len(arrays))
@@ -140,3 +162,89 @@ def _reduced(d_matrices_EKN, axes):
     d = lax.psum_scatter(d_matrices_EKN, SHARING_AXES, scatter_dimension=_shared_dim(axes), tiled=True)
     held = (*WEIGHT_AXES["experts"], *SHARING_AXES)
     return lax.psum(d, tuple(axis for axis in ACTIVATION_AXES["rows"] if axis not in held))
+
+
+# ----------------------------------------------------------------------------- (rows a) b, with thin a and b
+
+RANK_MULTIPLE = 64  # of our kernel; a and b are padded with zeros
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _low_rank(rows_RK, a_EKr, b_ErN, sizes_E, axes):
+    """-> [R, N]. `tensor` splits K and N here, also where they are "embed", so that nothing is gathered but the
+    matrices, and only rows [R, r] are summed."""
+    return _low_rank_forward(rows_RK, a_EKr, b_ErN, sizes_E, axes)[0]
+
+
+def _low_rank_specs(axes):
+    """-> specs of (rows, a, b, sizes), of the rows times a, and of the result."""
+    a, b = (
+        local_weight_spec(dims, free_axes()) for dims in (("experts", axes[0], "rank"), ("experts", "rank", axes[1]))
+    )
+    return (rows_spec(axes[0]), a, b, rows_spec()), rows_spec(None), rows_spec(axes[1])
+
+
+def _low_rank_forward(rows_RK, a_EKr, b_ErN, sizes_E, axes):
+    given, of_low, result = _low_rank_specs(axes)
+
+    def body(rows_RK, a_EKr, b_ErN, sizes_E):
+        a_EKr, b_ErN = _parts(a_EKr, b_ErN, rows_RK.dtype, axes)
+        low_Rr = lax.psum(_varying(_products(a_EKr).forward(rows_RK, [a_EKr], sizes_E)[:, 0], rows_RK, a_EKr), TENSOR)
+        return _varying(_products(b_ErN).forward(low_Rr, [b_ErN], sizes_E)[:, 0], low_Rr, b_ErN), low_Rr
+
+    out_RN, low_Rr = manual(body, given, (result, of_low))(rows_RK, a_EKr, b_ErN, sizes_E)
+    return out_RN, (rows_RK, a_EKr, b_ErN, sizes_E, low_Rr)
+
+
+def _low_rank_backward(axes, residuals, d_out_RN):
+    given, of_low, result = _low_rank_specs(axes)
+
+    def body(rows_RK, a_EKr, b_ErN, sizes_E, low_Rr, d_out_RN):
+        rank = a_EKr.shape[2]
+        a_EKr, b_ErN = _parts(a_EKr, b_ErN, rows_RK.dtype, axes)
+        d_out_R1N = d_out_RN[:, None]
+        d_low_Rr = _varying(_products(b_ErN).input_gradient(d_out_R1N, [b_ErN], sizes_E), d_out_RN, b_ErN)
+        d_low_Rr = lax.psum(d_low_Rr, TENSOR)
+        d_low_R1r = d_low_Rr[:, None]
+        d_rows_RK = _varying(_products(a_EKr).input_gradient(d_low_R1r, [a_EKr], sizes_E), d_low_Rr, a_EKr)
+        (d_a,) = _products(a_EKr).weight_gradient(rows_RK, d_low_R1r, sizes_E, dtype=jnp.float32)
+        (d_b,) = _products(b_ErN).weight_gradient(low_Rr, d_out_R1N, sizes_E, dtype=jnp.float32)
+        d_a = _varying(d_a, rows_RK, d_low_Rr)[:, :, :rank]
+        d_b = _varying(d_b, low_Rr, d_out_RN)[:, :rank]
+        return d_rows_RK, _summed(d_a, 1, axes[0]), _summed(d_b, 2, axes[1])
+
+    d_rows_RK, d_a, d_b = manual(body, (*given, of_low, result), given[:3])(*residuals, d_out_RN)
+    return d_rows_RK, d_a.astype(residuals[1].dtype), d_b.astype(residuals[2].dtype), None
+
+
+_low_rank.defvjp(_low_rank_forward, _low_rank_backward)
+
+
+def _parts(a_EKr, b_ErN, dtype, axes):
+    """The matrices as `tensor` splits the rows, with a rank that the kernel takes."""
+    missing = 0 if compat.mosaic_problem() else -a_EKr.shape[2] % RANK_MULTIPLE
+    a_EKr = jnp.pad(_part(a_EKr.astype(dtype), 1, axes[0]), ((0, 0), (0, 0), (0, missing)))
+    b_ErN = jnp.pad(_part(b_ErN.astype(dtype), 2, axes[1]), ((0, 0), (0, missing), (0, 0)))
+    return a_EKr, b_ErN
+
+
+def _part(matrix, dim: int, axis: str):
+    if axis != "embed":
+        return matrix
+    matrix = lax.all_gather(matrix, SHARING_AXES, axis=dim, tiled=True)
+    size = matrix.shape[dim] // axis_size(TENSOR)
+    return lax.dynamic_slice_in_dim(matrix, lax.axis_index(TENSOR) * size, size, dim)
+
+
+def _summed(d_matrix, dim: int, axis: str):
+    """The gradient of such a part, summed over devices and laid out like the matrix."""
+    over = tuple(axis for axis in ACTIVATION_AXES["rows"] if axis not in WEIGHT_AXES["experts"])
+    if axis != "embed":
+        return lax.psum(d_matrix, over)
+    size = d_matrix.shape[dim]
+    shape = [*d_matrix.shape]
+    shape[dim] *= axis_size(TENSOR)
+    whole = _varying(jnp.zeros(shape, d_matrix.dtype), d_matrix)
+    whole = lax.dynamic_update_slice_in_dim(whole, d_matrix, lax.axis_index(TENSOR) * size, dim)
+    whole = lax.psum_scatter(whole, SHARING_AXES, scatter_dimension=dim, tiled=True)
+    return lax.psum(whole, (TENSOR, *(axis for axis in over if axis not in SHARING_AXES)))

@@ -189,10 +189,12 @@ def _working_bytes(
     activations = [layer.activations(training.sequence_length).values() for layer in layers if layer.saved]
     elements = max((sum(a.elements + a.empty(mesh) for a in of_layer) for of_layer in activations), default=0)
     working = elements * tokens * itemsize
-    output = sum(parameter.computed(mesh.sizes()) for parameter in model.parameters if parameter.is_output)
+    outputs = [parameter for parameter in model.parameters if parameter.is_output]
+    output = sum(parameter.computed(mesh.sizes()) for parameter in outputs)
     gathered = (2 * _layer_weights(model, mesh) + output) * itemsize if mesh.weight_shards > 1 else 0
     logits = min(tokens * output / layers[-1].embed_dim * 4, MAX_CHUNK_BYTES)
-    return working / mesh.tensor + gathered + 4 * output + 2 * logits
+    gradient = sum(parameter.computed(mesh.sizes()) for parameter in outputs if parameter.is_trained)
+    return working / mesh.tensor + gathered + 4 * gradient + 2 * logits
 
 
 def _layer_weights(model: Model, mesh: MeshConfig) -> float:

@@ -1,20 +1,29 @@
 """LoRA: before training an adapted model is its base; only adapters are trained, on every mesh alike."""
 
 import dataclasses
+import logging
 
 import jax
 import numpy as np
 import pytest
 
+from megajax.config import Config
 from megajax.layers.feed_forward.moe import MoeConfig
 from megajax.layers.lora import LoraConfig
+from megajax.mesh.config import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
+from megajax.optim.config import OptimizerConfig
+from megajax.overrides import override
 from megajax.parameters import named, select
+from megajax.planning.memory import state_bytes
 from megajax.precision import PrecisionConfig
 from megajax.tasks.language import Language
+from megajax.training.config import LaunchConfig
+from megajax.weights.sources import SavedStep
+from runs import run_of, toy_config
 
-T = 16
+T, STEPS = 16, 4
 MODEL = DecoderConfig(
     num_layers=2, pattern="de", embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=32, vocab_size=64, position="rope",
     norm="rmsnorm", biases=(), activation="swiglu", init_std=0.2, moe=MoeConfig(num_experts=4, expert_dim=16),
@@ -62,6 +71,102 @@ def test_merged_weights_give_the_same_model():
     np.testing.assert_allclose(loss_of(plain, merged), loss_of(model, weights), rtol=1e-6)  # sums in another order
     only_base = select(weights, lambda name: name in named(merged))
     assert abs(loss_of(plain, only_base) / loss_of(model, weights) - 1) > 1e-3
+
+
+def config_of(run_dir, mesh=MeshConfig(), **sections) -> Config:
+    training = dict(steps=STEPS, sequence_length=T)
+    return toy_config(run_dir, mesh, training, model=MODEL, **sections)
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory):
+    """-> (config of a run that adapts the weights of another, its losses, on one device)."""
+    folder = tmp_path_factory.mktemp("runs")
+    base = override(config_of(folder / "base"), ["--training.steps=2"])
+    config = override(
+        config_of(folder / "run", lora=LORA),
+        [f"--checkpoint.start_from={base.run_dir}", "--optimizer.learning_rate=3e-2"],
+    )
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        run_of(base, monkeypatch)
+        return config, losses(run_of(config, monkeypatch))
+
+
+def losses(lines: list[dict]) -> list[float]:
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def saved(config: Config) -> dict[str, jax.Array]:
+    model = config.make_model()
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = jax.tree.map(lambda a: a.update(sharding=sharding), model.abstract_weights)
+    return named(SavedStep(config.run_dir).restore_params(abstract, model.layer_rows))
+
+
+def test_only_adapters_are_trained(adapted):
+    config, found = adapted
+    assert found[-1] < found[0]
+    base = saved(
+        Config.load(config.checkpoint.start_from.rpartition("/checkpoints")[0] or config.checkpoint.start_from)
+    )
+    for name, array in saved(config).items():
+        if name.endswith("_lora_b"):
+            assert np.asarray(array).any(), name
+        elif not name.endswith("_lora_a"):
+            np.testing.assert_array_equal(array, base[name])
+
+
+@pytest.mark.parametrize("mesh", [
+    dict(fsdp=2, tensor=2),
+    pytest.param(dict(expert=2, context=2), marks=pytest.mark.slow),
+    pytest.param(dict(pipeline=2, tensor=2), marks=pytest.mark.slow),
+], ids=str)  # fmt: skip
+def test_a_mesh_matches_one_device(mesh, adapted, tmp_path, monkeypatch):
+    config, wanted = adapted
+    config = dataclasses.replace(config, run_dir=str(tmp_path / "run"), mesh=MeshConfig(**mesh))
+    if config.mesh.pipeline > 1:
+        config = override(config, ["--training.microbatch_size=4"])
+    np.testing.assert_allclose(losses(run_of(config, monkeypatch)), wanted, rtol=1e-5)
+
+
+def test_resume_is_identical_and_refuses_another_rank(adapted, tmp_path, monkeypatch):
+    config, wanted = adapted
+    config = dataclasses.replace(config, run_dir=str(tmp_path / "run"))
+    run_of(dataclasses.replace(config, launch=LaunchConfig(exit_at_step=2)), monkeypatch)
+    assert losses(run_of(config, monkeypatch)) == wanted
+    with pytest.raises(ValueError, match=r"cannot resume with other settings \(lora.rank: 4 -> 8\)"):
+        run_of(override(config, ["--lora.rank=8"]), monkeypatch)
+
+
+def test_frozen_weights_take_two_bytes_and_the_plan_says_so(tmp_path):
+    config = dataclasses.replace(config_of(tmp_path / "run", lora=LORA), precision=PrecisionConfig()).check_on(1)
+    program = config.make_program()
+    state = program.abstract_state
+    adapters = named(state.params)
+    assert all(name.endswith(("_lora_a", "_lora_b")) and a.dtype == np.float32 for name, a in adapters.items())
+    others = {name: a for name, a in named(state.frozen).items() if a.dtype == np.float32}
+    assert all("norm" in name or "router" in name for name in others)
+    size = sum(a.size for a in adapters.values())
+    whole = sum(a.size for a in named(state.frozen).values())
+    device, _ = state_bytes(program)
+    assert device["weights"] == 4 * size + 2 * whole + 2 * sum(a.size for a in others.values())
+    assert device["gradients"] == 4 * size and 8 * size <= device["optimizer"] < 8 * size + 16
+
+
+def test_the_learning_rate_of_a_recipe_is_ten_times_as_large(caplog):
+    caplog.set_level(logging.INFO, "megajax")
+    recipe = Config(optimizer=OptimizerConfig(learning_rate=1e-5, min_learning_rate=1e-6))
+    rates = override(recipe, ["--lora.rank=8"]).optimizer
+    assert (rates.learning_rate, rates.min_learning_rate) == pytest.approx((1e-4, 1e-5))
+    assert "optimizer.learning_rate=0.0001, adapted to the overrides (the recipe has 1e-05)" in caplog.text
+    typed = override(recipe, ["--lora.rank=8", "--optimizer.learning_rate=3e-5"])
+    assert (typed.optimizer.learning_rate, typed.optimizer.min_learning_rate) == (3e-5, 1e-6)
+    assert override(typed, ["--lora.rank=16"]).optimizer == typed.optimizer
+
+
+def test_adapters_of_random_weights_are_refused(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="lora.rank=4 adapts weights that have been trained.*start_from"):
+        run_of(config_of(tmp_path / "run", lora=LORA), monkeypatch)
 
 
 def test_targets_that_match_no_matrix_are_refused():

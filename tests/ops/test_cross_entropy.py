@@ -136,6 +136,16 @@ def test_memory_is_that_of_a_chunk_whatever_the_number_of_tokens(op, length, mak
     assert used < 2.1 * chunk_bytes + 2 * gradients
 
 
+def test_a_frozen_head_costs_no_gradient():
+    def program(of: int | tuple[int, ...]):
+        return jax.jit(jax.grad(functools.partial(ours, max_chunk_bytes=512), of)).lower(*arguments()).compile()
+
+    frozen, whole = program(0), program((0, 1))
+    np.testing.assert_array_equal(frozen(*arguments()), whole(*arguments())[0])
+    flops = [found.cost_analysis()["flops"] for found in (frozen, whole)]
+    assert flops[0] < 0.75 * flops[1]  # two products instead of three
+
+
 def test_an_fp8_output_layer_multiplies_rounded_operands():
     """Loss and gradients, from the definition; the rounding itself is tested in tests/quantization/test_formats.py."""
     x, head, labels, weights = arguments()

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from megajax.mesh.sharding import local_weight_spec, rows_spec
 from megajax.ops import grouped_matmul as op
 from megajax.ops import grouped_tiles
-from megajax.ops.grouped_matmul import grouped_matmul
+from megajax.ops.grouped_matmul import LowRankSum, grouped_matmul
 from megajax.ops.matmul import Float32Gradient
 from pallas_kernels import grouped_matmul as kernel
 from pallas_kernels.grouped_matmul import products, steps, weight_gradients
@@ -146,6 +146,40 @@ def test_a_mesh_gives_the_same_result_and_gradients(sizes, make_test_mesh):
     np.testing.assert_allclose(out, wanted, **TOLERANCE)
     for found, gradient in zip(gradients, plain_vjp(d_out), strict=True):
         np.testing.assert_allclose(found, gradient, **TOLERANCE)
+
+
+@pytest.mark.parametrize("sizes", [
+    pytest.param(sizes, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, sizes in MESHES.items()
+])  # fmt: skip
+def test_a_low_rank_sum_multiplies_like_the_sum_on_every_mesh(sizes, make_test_mesh):
+    """Of two weights side by side, and of one whose inputs `tensor` splits."""
+    mesh = make_test_mesh(**sizes)
+    num_devices = mesh.size // mesh.shape["tensor"] // mesh.shape["pipeline"]
+    num_local = E // mesh.shape["expert"]
+    local_sizes = np.random.default_rng(0).integers(0, 16 // num_local + 1, num_devices * num_local, dtype=np.int32)
+    rows, d_out = drawn(0, num_devices * 16, K), drawn(1, num_devices * 16, K)
+    weights = [drawn(seed, E, K, N) for seed in (2, 3)] + [drawn(4, E, N, K)]
+    factors = [(drawn(5 + n, E, w.shape[1], 3), drawn(8 + n, E, 3, w.shape[2])) for n, w in enumerate(weights)]
+
+    def apart(rows, factors):
+        gate, up, down = (LowRankSum(w, *pair) for w, pair in zip(weights, factors, strict=True))
+        return both(rows, up, gate, down, local_sizes)
+
+    def merged(rows, factors):
+        gate, up, down = (w + a @ b for w, (a, b) in zip(weights, factors, strict=True))
+        return both(rows, up, gate, down, local_sizes)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(function, rows, factors):
+        out, vjp = jax.vjp(function, rows, factors)
+        return out, vjp(d_out)
+
+    with jax.set_mesh(mesh):
+        given = jax.device_put(rows, NamedSharding(mesh, rows_spec("embed")))
+        found, wanted = (jax.tree.leaves(run(function, given, factors)) for function in (apart, merged))
+    for one, other in zip(found, wanted, strict=True):
+        # float32 in another order of additions, of products of four drawn numbers
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * np.abs(other).max())
 
 
 def test_a_stage_of_a_pipeline_gives_the_same(on_stages):

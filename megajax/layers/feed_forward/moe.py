@@ -207,7 +207,7 @@ class Experts(nnx.Module):
     def _few(self, x_BTD: jax.Array, choice: Choice) -> jax.Array | None:
         """The routed experts of a few tokens; None: they take the way of training."""
         num_tokens = x_BTD.shape[0] * x_BTD.shape[1]
-        matrices = [linear.matrix() for linear in (*self._wide(), self.down)]
+        matrices = [linear.multiplied() for linear in (*self._wide(), self.down)]
         arrays = [w for w in matrices if isinstance(w, jax.Array)]
         x_nD, experts_nK, weights_nK = (a.reshape(num_tokens, -1) for a in (x_BTD, *choice))
         if num_tokens > MAX_FEW or len(arrays) < len(matrices) or few_tokens_problem(experts_nK, arrays, x_BTD.dtype):
@@ -222,8 +222,8 @@ class Experts(nnx.Module):
         exchange = choose_exchange(x_BTD.shape[:2], config.num_experts, config.top_k, **how)
         log_exchange(exchange)
         run = functools.partial(_round, config.activation, exchange)
-        wide = [linear.matrix() for linear in self._wide()]
-        operands = (x_BTD, choice.weights_BTK, wide, self.down.matrix())
+        wide = [linear.multiplied() for linear in self._wide()]
+        operands = (x_BTD, choice.weights_BTK, wide, self.down.multiplied())
         if exchange.num_rounds == 1:
             return run(0, choice.experts_BTK, operands)
         needed = rounds_needed(choice.experts_BTK, exchange)
