@@ -106,9 +106,7 @@ def saved(config: Config) -> dict[str, jax.Array]:
 def test_only_adapters_are_trained(adapted):
     config, found = adapted
     assert found[-1] < found[0]
-    base = saved(
-        Config.load(config.checkpoint.start_from.rpartition("/checkpoints")[0] or config.checkpoint.start_from)
-    )
+    base = saved(Config.load(config.checkpoint.source()[0]))
     for name, array in saved(config).items():
         if name.endswith("_lora_b"):
             assert np.asarray(array).any(), name
