@@ -17,7 +17,8 @@ logger = logging.getLogger("megajax")
 
 SPELLED = {"true": True, "false": False, "none": None}
 
-# Times that of training all parameters, at any rank (Schulman et al. 2025, thinkingmachines.ai/blog/lora).
+# Times that of a recipe that fine-tunes all parameters, at any rank (Schulman et al. 2025,
+# thinkingmachines.ai/blog/lora).
 LORA_LEARNING_RATE = 10
 
 # What one types instead of names that fields once had.
@@ -215,7 +216,8 @@ def _fitted(recipe: Config, config: Config, overridden: set[str]) -> Config:
         elif fine_tunes:
             fitted["optimizer.warmup_steps"] = min(config.optimizer.warmup_steps, int(steps / 10))
     rates = {f"optimizer.{name}" for name in ("learning_rate", "min_learning_rate")}
-    if config.lora.rank and not recipe.lora.rank and overridden.isdisjoint(rates):
+    begins_lora = config.lora.rank is not None and recipe.lora.rank is None
+    if begins_lora and recipe.checkpoint.start_from and overridden.isdisjoint(rates):
         fitted["optimizer.learning_rate"] = LORA_LEARNING_RATE * config.optimizer.learning_rate
         fitted["optimizer.min_learning_rate"] = LORA_LEARNING_RATE * config.optimizer.min_learning_rate
     chooses_data = not overridden.isdisjoint({"data.source", "data.paths", "data.tokenizer"})

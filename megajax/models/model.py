@@ -84,7 +84,8 @@ class Model:
         low = LowPrecision(precision.low_matrices, precision.recipe, precision.high_layers)
         self.transforms: tuple[Transform, ...] = (*([low] if precision.is_low else []), *config.transforms, *adapters)
         """Of the matrices of layers."""
-        self._trains_alone = any(transform.trains_alone for transform in self.transforms)
+        self.trains_adapters = any(transform.trains_alone for transform in self.transforms)
+        """Whether frozen matrices are stored in the compute dtype, and only adapters are trained by default."""
         self._graphdef, state = nnx.split(nnx.eval_shape(lambda: self._build(jax.random.key(0))))
         self._structure = Structure.of(state)
         self.records = records(state)
@@ -102,7 +103,7 @@ class Model:
                     raise ValueError(f"training.{field}: {pattern!r} matches no parameter; names look like {names[0]}")
 
         def is_trained(name: str) -> bool:
-            is_default = roles[name] == "adapter" or not self._trains_alone
+            is_default = roles[name] == "adapter" or not self.trains_adapters
             return (matches(name, trained) if trained else is_default) and not matches(name, frozen)
 
         found = frozenset(name for name in names if not is_trained(name))
@@ -143,7 +144,7 @@ class Model:
         def cast(path, a: jax.Array, record: Parameter) -> jax.Array:
             if not record.is_stored_rounded:
                 return a
-            is_read = self._trains_alone and name_of(path) in self._frozen
+            is_read = self.trains_adapters and name_of(path) in self._frozen
             return cast_floating(a, self.precision.compute_dtype if is_read else self.precision.params_dtype)
 
         return jax.tree_util.tree_map_with_path(cast, weights, self.records)

@@ -38,13 +38,18 @@ def startup_rows(program: Program, training: TrainingConfig, datasets: Datasets)
 
 
 def described_size(model: Model) -> str:
-    """The number of parameters and, with experts, of those that each token uses."""
-    active = model.num_active_parameters()
+    """The number of parameters and, with experts, of those that each token uses; of those that are trained, if not all
+    are."""
+    total = model.num_parameters()
+    trained = sum(parameter.size for parameter in model.parameters if parameter.is_trained)
     experts = any(parameter.num_experts > 1 for parameter in model.parameters)
-    return format_count(model.num_parameters()) + (f", {format_count(active)} active" if experts else "")
+    active = f", {format_count(model.num_active_parameters())} active" if experts else ""
+    return format_count(total) + active + (f", {format_count(trained)} trained" if trained < total else "")
 
 
 def _parameters(model: Model) -> str:
+    if model.trains_adapters:
+        return f"adapters float32, frozen matrices {jnp.dtype(model.precision.compute_dtype).name}"
     if model.precision.params == "float32":
         return "parameters float32"
     return f"matrices {model.precision.params} (updates below 1/512 of a weight are lost), other parameters float32"

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config
 from megajax.layers.feed_forward.moe import MoeConfig
 from megajax.layers.lora import LoraConfig
@@ -153,13 +154,18 @@ def test_frozen_weights_take_two_bytes_and_the_plan_says_so(tmp_path):
 
 def test_the_learning_rate_of_a_recipe_is_ten_times_as_large(caplog):
     caplog.set_level(logging.INFO, "megajax")
-    recipe = Config(optimizer=OptimizerConfig(learning_rate=1e-5, min_learning_rate=1e-6))
+    recipe = Config(
+        checkpoint=CheckpointConfig(start_from="x"),
+        optimizer=OptimizerConfig(learning_rate=1e-5, min_learning_rate=1e-6),
+    )
     rates = override(recipe, ["--lora.rank=8"]).optimizer
     assert (rates.learning_rate, rates.min_learning_rate) == pytest.approx((1e-4, 1e-5))
     assert "optimizer.learning_rate=0.0001, adapted to the overrides (the recipe has 1e-05)" in caplog.text
     typed = override(recipe, ["--lora.rank=8", "--optimizer.learning_rate=3e-5"])
     assert (typed.optimizer.learning_rate, typed.optimizer.min_learning_rate) == (3e-5, 1e-6)
     assert override(typed, ["--lora.rank=16"]).optimizer == typed.optimizer
+    pretraining = Config(optimizer=recipe.optimizer)
+    assert override(pretraining, ["--lora.rank=8"]).optimizer == recipe.optimizer
 
 
 def test_adapters_of_random_weights_are_refused(tmp_path, monkeypatch):
