@@ -2,17 +2,22 @@
 
 python -m megajax.convert.hugging_face import --from=DIR --run_dir=RUN [--dry_run]
 python -m megajax.convert.hugging_face export --run=RUN --to=DIR [--step=N --dtype=bfloat16 --quantize=float8 --dry_run]
+python -m megajax.convert.hugging_face export --run=RUN --to=DIR --merge [...]
 
 import writes a run directory as python -m megajax.convert.export does: infer.py reads it, and --checkpoint.start_from
 begins a run with it. export writes config.json, weights, tokenizer and generation config as transformers and vLLM read
-them. Neither holds the model in memory: both read and write parts of at most megajax.checkpoint.piecewise.PIECE_BYTES.
+them. Of a run with adapters (lora.rank) it writes these alone, as PEFT reads them, or with --merge the whole model.
+Neither holds the model in memory: both read and write parts of at most megajax.checkpoint.piecewise.PIECE_BYTES.
 """
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
+from megajax.config import Config
 from megajax.terminal.command_line import choose, errors_in_one_line
+from megajax.weights.hugging_face.adapter import open_folder
+from megajax.weights.hugging_face.adapter_export import AdapterExport
 from megajax.weights.hugging_face.export import EXPORTED, Export
 from megajax.weights.hugging_face.folder import Folder
 from megajax.weights.hugging_face.import_folder import import_folder
@@ -36,7 +41,7 @@ class Import:
     """A Hugging Face folder as a run directory."""
 
     from_: str
-    """Folder with config.json and *.safetensors."""
+    """Folder with config.json and *.safetensors, or with an adapter of PEFT."""
     run_dir: str | None = None
     """Run directory to write."""
     dry_run: bool = False
@@ -44,7 +49,7 @@ class Import:
 
     def __call__(self) -> None:
         if self.dry_run:
-            folder = Folder(self.from_)
+            folder = open_folder(self.from_)
             _print_map(folder, folder.forms)
             return
         if self.run_dir is None:
@@ -69,19 +74,37 @@ class ExportOptions:
     """Such as LlamaForCausalLM; default: where the weights came from, or fitting."""
     quantize: Literal["float8", "int8"] | None = None
     """Matrices of layers in 8 bits; megajax quantize calibrates them first."""
+    merge: bool = False
+    """Merge the adapters of a run into its matrices, in float32."""
     dry_run: bool = False
     """Say what maps to what, and write nothing."""
 
     def __call__(self) -> None:
         if self.to is None and not self.dry_run:
             raise ValueError("to is missing: give --to=DIR, or --dry_run to write nothing")
+        if Config.load(self.run, self.step).lora.rank and not self.merge:
+            self._export_adapter()
+            return
         quantization = Quantization(EXPORTED[self.quantize]) if self.quantize else None
-        found = Export(self.run, self.step, self.dtype, self.architecture, quantization)
+        found = Export(self.run, self.step, self.dtype, self.architecture, quantization, merge=self.merge)
         if self.to is None or self.dry_run:
             _print_map(found, found.forms)
             return
         found.write(self.to)
         print(f"{self.to}: {found.family.architecture} from {self.run}, step {found.step}")
+        if found.merged is not None:
+            print(f"rounding changes what the adapters add to the matrices by {found.merged.error:.2%} of it")
+
+    def _export_adapter(self) -> None:
+        if self.dtype or self.quantize:
+            raise ValueError(f"run={self.run} has adapters, which are written in float32; use --merge for the model")
+        found = AdapterExport(self.run, self.step, self.architecture)
+        if self.to is None or self.dry_run:
+            for name, form in found.forms.items():
+                print(f"  {name} {form.dtype}{list(form.shape)}")
+            return
+        found.write(self.to)
+        print(f"{self.to}: adapters of {found.family.architecture} from {self.run}, step {found.step}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -36,10 +36,13 @@ class LoraConfig:
     """Shell patterns of the matrices that get one, by their name in a layer: attention.query, mlp.down."""
 
     @property
+    def scale(self) -> float:
+        rank = self.rank or 1
+        return self.alpha / (math.sqrt(rank) if self.rslora else rank)
+
+    @property
     def transforms(self) -> tuple[Transform, ...]:
-        if self.rank is None:
-            return ()
-        return (Lora(self.targets, self.rank, self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)),)
+        return () if self.rank is None else (Lora(self.targets, self.rank, self.scale),)
 
 
 class _Adapted(Matrix):

@@ -95,8 +95,8 @@ class Model:
         self.abstract_weights = jax.eval_shape(self._cast, self._structure.to_tree(state))
 
     def _frozen_names(self, trained: tuple[str, ...], frozen: tuple[str, ...]) -> frozenset[str]:
-        roles = {name: record.role for name, record in named(self.records).items() if record.role != "variable"}
-        names = list(roles)
+        roles = {name: record.role for name, record in named(self.records).items()}
+        names = [name for name, role in roles.items() if role != "variable"]
         for field, patterns in (("trained", trained), ("frozen", frozen)):
             for pattern in patterns:
                 if not any(matches(name, [pattern]) for name in names):
@@ -109,7 +109,7 @@ class Model:
         found = frozenset(name for name in names if not is_trained(name))
         if len(found) == len(names):
             raise ValueError(f"training.frozen={','.join(frozen)} leaves no parameter to train; freeze fewer")
-        return found
+        return found | (roles.keys() - names if self.trains_adapters else frozenset())
 
     def _build(self, key: jax.Array) -> AnyModule:
         """The module with weights initialised from `key`."""
@@ -185,13 +185,13 @@ class Model:
         """Splits a tree with the structure of the weights (arrays, records, shardings) by how they are updated."""
         roles = {name: record.role for name, record in named(self.records).items()}
 
-        def is_variable(name: str) -> bool:
-            return roles[name] == "variable"
+        def is_updated(name: str, by_gradient: bool) -> bool:
+            return name not in self._frozen and by_gradient == (roles[name] != "variable")
 
         return Weights(
-            select(tree, lambda name: not is_variable(name) and name not in self._frozen),
+            select(tree, lambda name: is_updated(name, True)),
             select(tree, lambda name: name in self._frozen),
-            select(tree, is_variable),
+            select(tree, lambda name: is_updated(name, False)),
         )
 
     def cast_weights(self, dtype: jnp.dtype) -> dict:

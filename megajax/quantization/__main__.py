@@ -90,6 +90,11 @@ def _run(options: Options) -> None:
     model = TextModel.load(options.run, mesh, options.step, weights="compute", max_length=options.max_length)
     if not isinstance(model.source, SavedStep):
         raise ValueError(f"run={options.run} is a Hugging Face folder; megajax hugging_face import makes it a run")
+    if model.scorer.model.adapters:
+        raise ValueError(
+            f"run={options.run} has adapters (lora.rank); merge them first: python -m megajax.convert.export "
+            f"--run={options.run} --output=MERGED"
+        )
     before = _perplexity(model, options)
     quantization, found = calibrated(model, options)
     step = model.source.step

@@ -11,7 +11,8 @@ from megajax.config import Config
 from megajax.data.tokenizers.load import load_saved_tokenizer
 from megajax.data.tokenizers.tokenizer import Tokenizer, read_json
 from megajax.quantization.weights import QuantizedWeight, WeightFormat
-from megajax.weights.hugging_face.folder import Folder, is_folder
+from megajax.weights.hugging_face.adapter import is_adapter, open_folder
+from megajax.weights.hugging_face.folder import is_folder
 
 
 class WeightSource(Protocol):
@@ -77,12 +78,13 @@ class SavedStep:
 
 
 def open_source(path: str | Path, step: int | None = None) -> Source:
-    """Raises ValueError if `path` is neither a run with this step (default: the newest) nor a Hugging Face folder."""
-    if not is_folder(path):
+    """Raises ValueError if `path` is neither a run with this step (default: the newest) nor a Hugging Face folder, of a
+    model or of an adapter."""
+    if not is_folder(path) and not is_adapter(path):
         return SavedStep(path, step)
     if step is not None:
         raise ValueError(f"step={step}: {path} is a Hugging Face folder, which has no steps; leave it out")
-    return Folder(path)
+    return open_folder(path)
 
 
 def tokenizer_of(run_dir: str | Path, step: int, spec: str) -> Tokenizer:

@@ -23,6 +23,7 @@ from megajax.models.model import Model
 from megajax.models.multimodal import MultimodalConfig
 from megajax.parameters import matches, merge, name_of, named, select
 from megajax.training.program import Program
+from megajax.weights.hugging_face.adapter import is_adapter
 from megajax.weights.hugging_face.folder import is_folder
 from megajax.weights.hugging_face.tower import TowerFolder, TowerWeights
 from megajax.weights.sources import WeightSource, open_source
@@ -48,7 +49,7 @@ def pinned(config: Config) -> Config:
     source, step = requested.source()
     if step is None and recorded.start_from and recorded.source()[0] == source:
         return _replaced(config, recorded.start_from, requested)
-    if step is None and is_folder(source):
+    if step is None and (is_folder(source) or is_adapter(source)):
         return _replaced(config, str(source), requested)
     if step is None:
         step = _newest_step(requested.start_from, source)

@@ -23,11 +23,13 @@ from megajax.parameters import named
 from megajax.precision import DTYPES
 from megajax.quantization.weights import WeightFormat
 from megajax.terminal.progress import progress_bar
+from megajax.weights.hugging_face.adapter import base_of, is_adapter
 from megajax.weights.hugging_face.folder import is_folder
 from megajax.weights.hugging_face.form import Family
 from megajax.weights.hugging_face.import_folder import TOKEN_IDS, write_json
 from megajax.weights.hugging_face.mapping import family_for, family_of
 from megajax.weights.hugging_face.quantized import Quantization, quantized_rows, written_config, written_forms
+from megajax.weights.hugging_face.stored_adapters import MergedParams, StoredAdapters
 from megajax.weights.hugging_face.tensor_files import SHARD_BYTES, ShardWriter, TensorForm
 from megajax.weights.hugging_face.translate import write_options
 from megajax.weights.run_directory import new_directory
@@ -46,13 +48,18 @@ class Export:
 
     def __init__(
         self, run_dir: str | Path, step: int | None, dtype: str | None, architecture: str | None,
-        quantization: Quantization | None = None,
+        quantization: Quantization | None = None, *, merge: bool = False,
     ):  # fmt: skip
-        """Raises ValueError for a step that is not there, and for a model that no family of theirs has."""
+        """merge: the adapters into their matrices. Raises ValueError for a step that is not there, for a model that no
+        family of theirs has, and for adapters that are not merged."""
         self.run_dir = Path(run_dir)
         self.step = find_step(run_dir, step)
         config = Config.load(run_dir, self.step)
         config.model.check_exports()
+        if config.lora.rank and not merge:
+            raise ValueError(
+                f"run={run_dir} has adapters (lora.rank={config.lora.rank}) beside its matrices; use --merge"
+            )
         self.tokenizer = load_saved_tokenizer(run_dir, config.data.tokenizer)
         self.family = family_of_run(self.run_dir, config, architecture)
         written = self.family.form.trained_for(config.model, config.training.sequence_length)
@@ -60,6 +67,7 @@ class Export:
         self.map = self.family.map_of(written)
         model = Model(written)
         self._stored = StoredParams(run_dir, self.step, model.layer_rows)
+        self.merged = MergedParams(StoredAdapters(run_dir, self.step, config, self.map), self.map) if merge else None
         self._dtypes = _dtypes(model, self._stored.dtypes)
         self.forms = {tensor.name: self._form(tensor, dtype) for tensor in self.map.tensors}
         self.generation = self.family.form.generation(self._generation_config(), self.tokenizer)
@@ -118,7 +126,7 @@ class Export:
 
     def _write_row(self, row: list[Tensor], writer: ShardWriter, advance: Callable[[int], None]) -> None:
         """The tensors that are made of the same arrays."""
-        arrays = {part.name: self._stored.open(part.name) for part in row[0].parts}
+        arrays = {part.name: self._open(part.name, row[0]) for part in row[0].parts}
         for tensor in row:
             quantization = self._quantized.get(tensor.name)
             whole = writer[tensor.name] if quantization is None else np.empty(tensor.shape, np.float32)
@@ -127,6 +135,12 @@ class Export:
             if quantization is not None:
                 self._write_quantized(tensor, whole, writer, quantization)
             advance(self.forms[tensor.name].nbytes)
+
+    def _open(self, name: str, tensor: Tensor) -> PiecewiseArray:
+        if self.merged is None:
+            return self._stored.open(name)
+        is_rounded_here = tensor.name not in self._quantized
+        return self.merged.open(name, self.forms[tensor.name].dtype if is_rounded_here else np.dtype(np.float32))
 
     def _write_quantized(
         self, tensor: Tensor, matrix: np.ndarray, writer: ShardWriter, quantization: Quantization
@@ -226,6 +240,8 @@ def _module_of(row: Sequence[Tensor]) -> str:
 
 def _architecture(place: Path) -> str | None:
     """Of a Hugging Face folder, or of the one from which a run was imported."""
+    if is_adapter(place):
+        place = base_of(place)
     if is_folder(place):
         with contextlib.suppress(ValueError):
             return family_of(read_json(str(place / "config.json"))).architecture

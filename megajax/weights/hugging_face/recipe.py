@@ -7,7 +7,7 @@ from megajax.config import Config
 from megajax.mesh.config import MeshConfig
 from megajax.optim.config import OptimizerConfig
 from megajax.training.config import TrainingConfig
-from megajax.weights.hugging_face.folder import Folder
+from megajax.weights.hugging_face.adapter import open_folder
 
 MAX_SEQUENCE = 4096
 
@@ -18,7 +18,7 @@ def fine_tuning(path: str) -> Config:
 
     Raises ValueError if the folder is not fully supported.
     """
-    folder = Folder(path)
+    folder = open_folder(path)
     config = folder.config
     source = "text" if "classes" in config.model.heads else "indexed"
     return dataclasses.replace(

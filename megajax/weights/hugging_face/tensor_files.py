@@ -9,7 +9,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,11 +48,12 @@ class TensorForm(NamedTuple):
 class TensorFiles:
     """All tensors of a folder, by name, read lazily; without BUFFERS."""
 
-    def __init__(self, folder: Path):
-        """Raises ValueError for a folder without such files, and for damaged files or unsupported dtypes."""
+    def __init__(self, folder: Path, files: Sequence[Path] = ()):
+        """files: by default those with the weights of a model. Raises ValueError for a folder without such files, and
+        for damaged files or unsupported dtypes."""
         self.forms: dict[str, TensorForm] = {}
         self._locations: dict[str, tuple[Path, int]] = {}
-        for path in _files(folder):
+        for path in files or _files(folder):
             self._open(path)
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -118,11 +119,14 @@ def _check(path: Path) -> None:
 class ShardWriter:
     """Writes tensors of known shapes and dtypes to files, in any order."""
 
-    def __init__(self, folder: Path, forms: Mapping[str, TensorForm], shard_bytes: int = SHARD_BYTES):
-        """Creates the files, with tensors in the order of `forms`, and an index if there are several."""
+    def __init__(
+        self, folder: Path, forms: Mapping[str, TensorForm], shard_bytes: int = SHARD_BYTES, single: str = SINGLE
+    ):  # fmt: skip
+        """Creates the files, with tensors in the order of `forms`, and an index if there are several; the name of one
+        is `single`."""
         shards = _shards(forms, shard_bytes)
         names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-        names = [SINGLE] if len(shards) == 1 else names
+        names = [single] if len(shards) == 1 else names
         self._forms = forms
         self._locations: dict[str, tuple[Path, int]] = {}
         for name, shard in zip(names, shards, strict=True):
