@@ -57,6 +57,8 @@ def work(config: Config) -> tuple[list[Gemm], AttentionShape]:
     model = config.model
     mesh = config.mesh
     training = config.training
+    if config.lora.rank:
+        raise ValueError(f"lora.rank={config.lora.rank}: the limit of adapters is unknown; use --peers=torch")
     if mesh.context > 1:
         raise ValueError(f"mesh.context={mesh.context}: the limit of split sequences is unknown; use --peers=torch")
     if model.moe.num_experts is not None:

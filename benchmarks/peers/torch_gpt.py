@@ -2,14 +2,15 @@
 
     python -m benchmarks.peers.torch_gpt --config=NAME [--seconds=10] [--windows=1] [--section.field=value ...]
 
-Fresh random tokens each step. It neither clips gradients nor looks whether they are finite, which megajax does. Prints
-one line of JSON.
+Fresh random tokens each step; with --lora.rank=N adapters alone are trained (torch_lora.py). It neither clips gradients
+nor looks whether they are finite, which megajax does. Prints one line of JSON.
 """
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.command_line import print_measured, run
+from benchmarks.peers.torch_lora import adapt
 from benchmarks.peers.torch_model import Gpt, check, cross_entropy, initialise
 from benchmarks.peers.torch_step import measure_steps
 from megajax.config import Config
@@ -24,6 +25,8 @@ def measure(config: Config, seconds: float, num_windows: int) -> dict:
     with device:
         gpt = Gpt(model, config.training.sequence_length, device, config.execution.recompute == "full")
     initialise(gpt, model.init_std)
+    if config.lora.rank:
+        adapt(gpt, config.lora)
     compiled = torch.compile(lambda tokens: cross_entropy(gpt(tokens[:, :-1]), tokens[:, 1:]))
     shape = (config.training.global_batch_size, config.training.sequence_length + 1)
 

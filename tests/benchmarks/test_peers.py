@@ -65,6 +65,28 @@ def test_pytorch_model_has_the_same_parameters_and_flops(name):
     assert counter.get_total_flops() == config.make_model().flops_per_token(32, causal=False) * 64
 
 
+def test_pytorch_model_with_adapters_trains_them_alone():
+    torch = pytest.importorskip("torch")
+    from benchmarks.peers.torch_lora import adapt
+    from benchmarks.peers.torch_model import Gpt, cross_entropy, initialise
+
+    config = override(configs.recipe("llama3_8b_8layers"), [*TINY, "--lora.rank=4"])
+    gpt = Gpt(config.model, 32, torch.device("cpu"), recompute=False)
+    initialise(gpt, config.model.init_std)
+    tokens = torch.randint(0, 128, (2, 33))
+    with torch.autocast("cpu", torch.bfloat16):
+        before = gpt.to(torch.bfloat16)(tokens[:, :-1])
+        adapt(gpt, config.lora)
+        assert torch.equal(gpt(tokens[:, :-1]), before)
+        cross_entropy(gpt(tokens[:, :-1]), tokens[:, 1:]).backward()
+    trained = {name: p for name, p in gpt.named_parameters() if p.grad is not None}
+    assert len(trained) == 2 * 2 * 5 and all(".a." in name or ".b." in name for name in trained)
+    widths = sum(p.shape[1] if ".a." in name else p.shape[0] for name, p in trained.items())
+    per_layer = 3 * 32 + (32 + 2 * 16) + 2 * 32 + 2 * (32 + 64) + 64 + 32  # ours: queries, keys and values apart
+    ours = sum(p.size for p in config.make_model().parameters if p.is_trained)
+    assert ours == 4 * 2 * per_layer and widths == 2 * (per_layer - 2 * 32)
+
+
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 def test_steps_of_the_peer_are_timed_and_train(num_microbatches, monkeypatch):
     torch = pytest.importorskip("torch")
