@@ -79,6 +79,7 @@ class Config:
         self.model.check(self.mesh, self.training.sequence_length, self.execution)
         stacks = self.model.stacks(self.execution)
         self.precision.check({name: len(layers) for name, layers in stacks.items()})
+        self.lora.check(self.precision)
         self.optimizer.check_loss_scale(self.precision)
         self.task.check(self.data, self.model)
         if self.training.sample_prompt:

@@ -160,7 +160,7 @@ class Structure:
 
     def to_tree(self, state) -> dict:
         """The leaves of a state as a nested dict."""
-        return _nested(zip(self.paths, jax.tree.leaves(state), strict=True))
+        return nested(zip(self.paths, jax.tree.leaves(state), strict=True))
 
     def to_state(self, tree: dict):
         """The state with the leaves of a nested dict."""
@@ -185,6 +185,11 @@ class PerLayer:
         return jax.tree.map(lambda *layers: jax.numpy.stack(layers), *self.arrays)
 
 
+def is_in_8_bits(array: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether it holds the levels of a frozen matrix, whose scale is beside it."""
+    return array.dtype.itemsize == 1
+
+
 def is_per_layer(node) -> bool:
     return isinstance(node, PerLayer)
 
@@ -192,7 +197,7 @@ def is_per_layer(node) -> bool:
 def records(state) -> dict:
     """The record of each parameter, as a nested dict."""
     variables = jax.tree.leaves(state, is_leaf=is_variable)
-    return _nested(zip(Structure.of(state).paths, [v.get_metadata()["record"] for v in variables], strict=True))
+    return nested(zip(Structure.of(state).paths, [v.get_metadata()["record"] for v in variables], strict=True))
 
 
 def is_variable(node) -> bool:
@@ -246,7 +251,7 @@ def parameter_of(path: tuple, paths: Collection[tuple]) -> tuple | None:
 def select(tree: dict, keep: Callable[[str], bool]) -> dict:
     """The leaves for whose name `keep` is true, as a nested dict without empty parts. Here None is not a leaf."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: not isinstance(node, dict))
-    return _nested((tuple(key.key for key in path), leaf) for path, leaf in leaves if keep(name_of(path)))
+    return nested((tuple(key.key for key in path), leaf) for path, leaf in leaves if keep(name_of(path)))
 
 
 def merge(*trees: dict) -> dict:
@@ -258,7 +263,8 @@ def merge(*trees: dict) -> dict:
     return merged
 
 
-def _nested(leaves: Iterable[tuple[tuple[str, ...], Any]]) -> dict:
+def nested(leaves: Iterable[tuple[tuple[str, ...], Any]]) -> dict:
+    """{path: leaf} as nested dicts."""
     tree: dict = {}
     for path, leaf in leaves:
         node = tree

@@ -7,7 +7,8 @@ computes what its base computes, bit for bit. The adapters are float32, whatever
 
 import dataclasses
 import math
-from typing import cast
+from collections.abc import Sequence
+from typing import Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,10 @@ from megajax.layers.linear import Matrix
 from megajax.layers.transform import Transform
 from megajax.ops.grouped_matmul import GroupedWeight, LowRankSum
 from megajax.ops.matmul import matmul
-from megajax.parameters import weight
+from megajax.parameters import Parameter, weight
+from megajax.precision import PrecisionConfig
+from megajax.quantization.formats import scale_of, to_levels
+from megajax.quantization.weights import DTYPES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +38,21 @@ class LoraConfig:
     """Multiply it by alpha / sqrt(rank) instead (rsLoRA, arXiv 2312.03732)."""
     targets: tuple[str, ...] = ("*",)
     """Shell patterns of the matrices that get one, by their name in a layer: attention.query, mlp.down."""
+    base: Literal["compute", "int8", "float8"] = "compute"
+    """Format of the frozen matrices of layers: precision.compute, or 8 bits (QLoRA, arXiv 2305.14314) with a scale per
+    output, except for those of experts and latents."""
+
+    def check(self, precision: PrecisionConfig) -> None:
+        """Raises ValueError for fields that contradict each other or the number formats."""
+        if self.base == "compute":
+            return
+        if self.rank is None:
+            raise ValueError(f"lora.base={self.base} is the format of frozen matrices beside adapters; set --lora.rank")
+        if precision.is_low:
+            raise ValueError(
+                f"lora.base={self.base} with precision.recipe={precision.recipe}: matrices in 8 bits are multiplied in "
+                "precision.compute; leave one of them out"
+            )
 
     @property
     def scale(self) -> float:
@@ -42,14 +61,52 @@ class LoraConfig:
 
     @property
     def transforms(self) -> tuple[Transform, ...]:
-        return () if self.rank is None else (Lora(self.targets, self.rank, self.scale),)
+        if self.rank is None:
+            return ()
+        base = () if self.base == "compute" else (EightBitBase(("*",), self.base),)
+        return (*base, Lora(self.targets, self.rank, self.scale))
 
 
 class _Adapted(Matrix):
-    """A Matrix with an adapter."""
+    """A Matrix with what these transforms put beside it."""
 
+    scale: nnx.Param
     lora_a: nnx.Param
     lora_b: nnx.Param
+
+
+def to_eight_bits(w: jax.Array, axes: Sequence[int], dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """-> (levels like w, float32 scale without these axes, those of the inputs), w = scale * level."""
+    scale = scale_of(w, dtype, axes)
+    return to_levels(w.astype(jnp.float32) / scale, dtype), jnp.squeeze(scale, tuple(axes))
+
+
+@dataclasses.dataclass(frozen=True)
+class EightBitBase(Transform):
+    """Stores the levels of a matrix in its place and the scale beside it; the product is that with the levels, times
+    the scale."""
+
+    dtype: Literal["int8", "float8"]
+
+    field = "lora.base"
+
+    def fits(self, record: Parameter) -> bool:
+        return not {"experts", "latent"} & {*record.axes}
+
+    def apply(self, matrix: Matrix, rngs: nnx.Rngs) -> None:
+        super().apply(matrix, rngs)
+        record = matrix.record
+        inputs = range(record.num_inputs)
+        levels, scale = to_eight_bits(matrix.weight.get_value(), inputs, DTYPES[self.dtype])
+        matrix.weight = nnx.Param(levels, record=record)
+        cast(_Adapted, matrix).scale = nnx.Param(scale, record=Parameter(record.axes[len(inputs) :], "vector"))
+
+    def merged(self, matrix: Matrix, w: jax.Array) -> jax.Array:
+        """float32."""
+        return w.astype(jnp.float32) * cast(_Adapted, matrix).scale[...]
+
+    def output(self, matrix: Matrix, x: jax.Array, y: jax.Array) -> jax.Array:
+        return (y.astype(jnp.float32) * cast(_Adapted, matrix).scale[...]).astype(y.dtype)
 
 
 @dataclasses.dataclass(frozen=True)

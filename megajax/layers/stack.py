@@ -236,8 +236,10 @@ def unstack(tree) -> tuple:
     return tuple(jax.tree.map(lambda a, i=i: a[i], tree) for i in range(count))
 
 
-def _stacked(*layers: jax.Array) -> jax.Array:
-    """Arrays [...] -> [n, ...]."""
+def _stacked(*layers: jax.Array) -> jax.Array | None:
+    """Arrays [...] -> [n, ...]; None: integers have no gradient."""
+    if layers[0].dtype == jax.dtypes.float0:
+        return None
     if len(layers) > MAX_PADDED:
         return jax.numpy.stack(layers)
     zero = layers[0].dtype.type(0)
@@ -269,7 +271,10 @@ def split_rows(tree, sizes: tuple[int, ...]) -> tuple:
 
 
 def _join_rows(sizes, _, gradients):
-    return (jax.tree.map(lambda *parts: jax.numpy.concatenate(parts), *gradients),)
+    def join(*parts: jax.Array) -> jax.Array | None:
+        return None if parts[0].dtype == jax.dtypes.float0 else jax.numpy.concatenate(parts)
+
+    return (jax.tree.map(join, *gradients),)
 
 
 split_rows.defvjp(lambda tree, sizes: (split_rows(tree, sizes), None), _join_rows)

@@ -33,6 +33,7 @@ from megajax.parameters import (
     Parameter,
     PerLayer,
     Structure,
+    is_in_8_bits,
     is_per_layer,
     matches,
     merge,
@@ -142,7 +143,7 @@ class Model:
         """The weights in the dtype in which they are stored."""
 
         def cast(path, a: jax.Array, record: Parameter) -> jax.Array:
-            if not record.is_stored_rounded:
+            if not record.is_stored_rounded or is_in_8_bits(a):
                 return a
             is_read = self.trains_adapters and name_of(path) in self._frozen
             return cast_floating(a, self.precision.compute_dtype if is_read else self.precision.params_dtype)
@@ -198,7 +199,7 @@ class Model:
         """Abstract weights: in `dtype` if layers cast them to it anyway, the others as they are stored."""
 
         def cast(a: jax.ShapeDtypeStruct, record: Parameter) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(a.shape, dtype if record.is_cast else a.dtype)
+            return jax.ShapeDtypeStruct(a.shape, dtype if record.is_cast and not is_in_8_bits(a) else a.dtype)
 
         return jax.tree.map(cast, self.abstract_weights, self.records)
 
@@ -342,8 +343,9 @@ class Model:
             return weights
 
         def wrap(array: jax.Array, record: Parameter):
-            is_whole = record.role == "matrix" and not is_per_layer(array)  # per layer they have no gradient
-            return Float32Gradient(array) if is_whole else array
+            if record.role != "matrix" or is_per_layer(array) or is_in_8_bits(array):  # no gradient
+                return array
+            return Float32Gradient(array)
 
         return jax.tree.map(wrap, weights, records, is_leaf=is_per_layer)
 

@@ -17,7 +17,7 @@ from megajax.models.interface import NO_REGULARISERS, LossOptions, LossTerms, Ob
 from megajax.models.model import Model, Weights
 from megajax.parallel import pipeline
 from megajax.parallel.schedule import Stages, make_table
-from megajax.parameters import merge
+from megajax.parameters import is_in_8_bits, merge
 
 STACK = "layers"  # the attribute of models/interface.py OneStack
 
@@ -97,7 +97,7 @@ def _placed(model: Model, weights: dict, records: dict) -> pipeline.Placed:
     precision = model.precision
 
     def cast(array, record):
-        return array.astype(precision.compute_dtype) if record.is_cast else array
+        return array.astype(precision.compute_dtype) if record.is_cast and not is_in_8_bits(array) else array
 
     if not precision.has_float32_gradients and not precision.is_low:
         stacks = {name: records[name] for name in model.config.stacks(model.execution) if name in weights}

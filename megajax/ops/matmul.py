@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from megajax.parameters import observe_arrays
+from megajax.parameters import is_in_8_bits, observe_arrays
 from megajax.quantization.weights import QuantizedWeight
 
 logger = logging.getLogger("megajax")
@@ -89,12 +89,14 @@ def matmul(x: jax.Array, w: Weight, num_contracted: int = 1) -> jax.Array:
 
     Computes in x's dtype (w is cast to it, before any gather that XLA inserts) and accumulates in float32; the result
     has x's dtype, and so has the gradient of w, unless w is a Float32Gradient. Float32 inputs are multiplied in full
-    float32, never TF32.
+    float32, never TF32. An array in 8 bits is frozen: levels, whose scale is applied to the product.
     """
     if isinstance(w, Float32Gradient):
         return _with_float32_gradient(x, (w.array,), 0, num_contracted)
     if isinstance(w, QuantizedWeight | ObservedWeight):
         return w.multiply(x, num_contracted)
+    if is_in_8_bits(w):
+        return _with_levels(x, w, num_contracted)
     contracted = w.shape[:num_contracted]
     assert x.shape[x.ndim - num_contracted :] == contracted, (x.shape, w.shape)
     dims = tuple(range(x.ndim - num_contracted, x.ndim)), tuple(range(num_contracted))
@@ -115,7 +117,25 @@ def matmul_side_by_side(x: jax.Array, weights: Sequence[Weight], axis: int, *, h
         return jnp.concatenate([matmul(x, w) for w in weights], x.ndim - 2 + axis)
     if wide:
         return _with_float32_gradient(x, wide, axis, 1)
-    return matmul(x, jnp.concatenate([w.astype(x.dtype) for w in plain], axis))
+    are_levels = all(w.dtype == plain[0].dtype and is_in_8_bits(w) for w in plain)
+    return matmul(x, jnp.concatenate(plain if are_levels else [w.astype(x.dtype) for w in plain], axis))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _with_levels(x: jax.Array, levels: jax.Array, num_contracted: int) -> jax.Array:
+    """The backward pass casts the levels again: a copy in x's dtype that lived until then would undo the saving."""
+    return matmul(x, levels.astype(x.dtype), num_contracted)
+
+
+def _levels_backward(num_contracted: int, levels: jax.Array, d_out: jax.Array):
+    levels, d_out = jax.lax.optimization_barrier((levels, d_out))  # or XLA would take the copy of the forward pass
+    outputs = tuple(range(num_contracted, levels.ndim))
+    dims = (tuple(range(d_out.ndim - len(outputs), d_out.ndim)), outputs), ((), ())
+    d_x = jax.lax.dot_general(d_out, levels.astype(d_out.dtype), dims, precision=dot_precision(d_out.dtype))
+    return d_x, None
+
+
+_with_levels.defvjp(lambda x, levels, count: (_with_levels(x, levels, count), levels), _levels_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -49,7 +49,9 @@ def described_size(model: Model) -> str:
 
 def _parameters(model: Model) -> str:
     if model.trains_adapters:
-        return f"adapters float32, frozen matrices {jnp.dtype(model.precision.compute_dtype).name}"
+        weights = zip(jax.tree.leaves(model.abstract_weights), jax.tree.leaves(model.records), strict=True)
+        found = {leaf.dtype.name for leaf, record in weights if record.role == "matrix"}
+        return f"adapters float32, frozen matrices {' and '.join(sorted(found))}"
     if model.precision.params == "float32":
         return "parameters float32"
     return f"matrices {model.precision.params} (updates below 1/512 of a weight are lost), other parameters float32"

@@ -6,6 +6,7 @@ or sound can take its encoders from other folders (checkpoint.start_towers_from)
 """
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Collection
 from pathlib import Path
@@ -18,10 +19,11 @@ from jax.sharding import Mesh
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.steps import find_step, saved_steps
 from megajax.config import Config, differences, holds_run
+from megajax.layers.lora import to_eight_bits
 from megajax.mesh.sharding import with_shardings
 from megajax.models.model import Model
 from megajax.models.multimodal import MultimodalConfig
-from megajax.parameters import matches, merge, name_of, named, select
+from megajax.parameters import is_in_8_bits, matches, merge, name_of, named, nested, select
 from megajax.training.program import Program
 from megajax.weights.hugging_face.adapter import is_adapter
 from megajax.weights.hugging_face.folder import is_folder
@@ -30,6 +32,8 @@ from megajax.weights.sources import WeightSource, open_source
 from megajax.weights.upcycling import model_for, upcycled
 
 logger = logging.getLogger("megajax")
+
+SCALE = "_scale"  # ends the name of what EightBitBase (layers/lora.py) puts beside a matrix
 
 
 def pinned(config: Config) -> Config:
@@ -98,7 +102,8 @@ def check(config: Config) -> None:
                 f"checkpoint.start_fresh: {pattern!r} matches no parameter of either model; leave it out (parameter "
                 f"names look like {min(names)})"
             )
-    if problems := _problems(ours, theirs, of_towers, _fresh(config, ours, theirs)):
+    derived = of_towers | _scales(ours, theirs)
+    if problems := _problems(ours, theirs, derived, _fresh(config, ours, theirs)):
         more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
         raise ValueError(
             f"checkpoint.start_from={requested} has the weights of another model ({'; '.join(problems[:4])}{more}); "
@@ -124,8 +129,7 @@ def weights(config: Config, program: Program) -> dict:
         logger.info("newly initialised: %s", ", ".join(fresh))
     if left_out := sorted(name for name in _shapes(theirs) if name not in ours):
         logger.info("not used: %s", ", ".join(left_out))
-    target = with_shardings(_as_stored(theirs.abstract_weights, model), theirs.shardings(mesh))
-    found = source.restore_params(target, theirs.layer_rows)
+    found = _restored(source, theirs, model, mesh)
     towers = _towers(config)
     of_towers = {name for tower in towers for name in tower.names}
     loaded = select(found, lambda name: name in ours and name not in fresh and name not in of_towers)
@@ -144,9 +148,37 @@ def _fresh(config: Config, ours: Model, theirs: Model) -> tuple[str, ...]:
     return (*config.checkpoint.start_fresh, *adapters)
 
 
-def _as_stored(abstract: dict, model: Model) -> dict:
-    """The weights of another model in the dtypes of this one."""
+def _restored(source: WeightSource, theirs: Model, model: Model, mesh: Mesh) -> dict:
+    """The weights of another model in the formats of this one. Matrices that become 8 bits are rounded one after the
+    other."""
+    target = with_shardings(_as_stored(theirs.abstract_weights, model), theirs.shardings(mesh))
+    found = named(source.restore_params(target, theirs.layer_rows))
     dtypes = {name: leaf.dtype for name, leaf in named(model.abstract_weights).items()}
+    shardings = named(model.shardings(mesh))
+    scales = _scales(model, theirs)
+    for name, record in named(model.records).items():
+        scale = name + SCALE
+        if scale in scales:
+            axes = range(record.num_stacked, record.num_stacked + record.num_inputs)
+            convert = functools.partial(to_eight_bits, axes=axes, dtype=dtypes[name])
+            placed = jax.jit(convert, out_shardings=(shardings[name], shardings[scale]))
+            found[name], found[scale] = placed(found[name])
+    return nested((tuple(name.split(".")), array) for name, array in found.items())
+
+
+def _scales(ours: Model, theirs: Model) -> set[str]:
+    """Names of the scales of matrices that are in 8 bits in our model only."""
+    leaves = {name for name, leaf in named(ours.abstract_weights).items() if is_in_8_bits(leaf)}
+    return {name + SCALE for name in leaves if name + SCALE not in _shapes(theirs)}
+
+
+def _as_stored(abstract: dict, model: Model) -> dict:
+    """The weights of another model in the dtypes of this one; those that are to be rounded in the compute dtype."""
+    compute = model.precision.compute_dtype
+    dtypes = {
+        name: compute if is_in_8_bits(leaf) and name + SCALE not in named(abstract) else leaf.dtype
+        for name, leaf in named(model.abstract_weights).items()
+    }
 
     def cast(path, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return leaf.update(dtype=dtypes.get(name_of(path), leaf.dtype))

@@ -13,10 +13,11 @@ from megajax.layers.feed_forward.moe import MoeConfig
 from megajax.layers.lora import LoraConfig
 from megajax.mesh.config import MeshConfig
 from megajax.models.decoder import DecoderConfig
+from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
 from megajax.optim.config import OptimizerConfig
 from megajax.overrides import override
-from megajax.parameters import named, select
+from megajax.parameters import is_in_8_bits, merge, name_of, named, select
 from megajax.planning.memory import state_bytes
 from megajax.precision import PrecisionConfig
 from megajax.tasks.language import Language
@@ -171,6 +172,86 @@ def test_the_learning_rate_of_a_recipe_is_ten_times_as_large(caplog):
 def test_adapters_of_random_weights_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="lora.rank=4 adapts weights that have been trained.*start_from"):
         run_of(config_of(tmp_path / "run", lora=LORA), monkeypatch)
+
+
+@pytest.mark.parametrize("base", ["int8", "float8"])
+def test_a_base_in_8_bits_computes_with_its_levels(base):
+    """In float32 the products are those of the matrices that the levels stand for, and so are the gradients."""
+    lora = dataclasses.replace(LORA, base=base)
+    model = Model(MODEL, PrecisionConfig(compute="float32"), adapters=lora.transforms)
+    key = jax.random.key(1)
+    weights = jax.tree_util.tree_map_with_path(
+        lambda path, a: a + 0.1 * jax.random.normal(key, a.shape) if name_of(path).endswith("_lora_b") else a,
+        model.init(0),
+    )
+    found = named(weights)
+    levels = {name for name, a in found.items() if is_in_8_bits(a)}
+    assert len(levels) == 2 * 4 + 3 and not any("moe.mlp" in name for name in levels)
+    whole = Model(MODEL, PrecisionConfig(compute="float32"), adapters=LORA.transforms)
+    scales = {name: found[f"{name}_scale"] for name in levels}
+
+    def restored(path, a: jax.Array) -> jax.Array:
+        name = name_of(path)
+        if name not in levels:
+            return found[name]
+        return found[name].astype(np.float32) * np.expand_dims(scales[name], (1, 2) if name.endswith("out") else 1)
+
+    same = jax.tree_util.tree_map_with_path(restored, whole.abstract_weights)
+    original = named(whole.without_transforms.init(0))
+    for name in levels:
+        error = np.abs(named(same)[name] - original[name]).max() / np.abs(original[name]).max()
+        assert 0 < error < {"int8": 1 / 200, "float8": 1 / 15}[base]
+
+    def gradients(model: Model, weights: dict):
+        params, *others = model.split(weights)
+        loss = lambda params: model.loss(merge(params, *others), batch(), Language()).main
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    (loss, of_levels), (wanted, of_whole) = gradients(model, weights), gradients(whole, same)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    # The scale is applied after the sum instead of before.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), of_levels, of_whole)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_the_backward_pass_reads_a_base_in_8_bits_as_it_is_stored(scan):
+    """What is kept from the forward pass has no copy of a matrix in the compute dtype."""
+    model = dataclasses.replace(MODEL, pattern="", moe=MoeConfig(), num_layers=6, embed_dim=24, mlp_dim=40)
+    adapters = dataclasses.replace(LORA, base="int8").transforms
+    model = Model(model, PrecisionConfig(), ExecutionConfig(scan_layers=scan), adapters=adapters)
+    params, *others = model.split(model.abstract_weights)
+
+    def kept(params, others):
+        loss = lambda params: model.loss(merge(params, *others), batch(), Language()).main
+        return jax.vjp(loss, params)[1]
+
+    found = jax.tree.leaves(jax.eval_shape(kept, params, others))
+    # Of a layer or stacked: down, out, query, key and value, gate and up, in the shapes of their products.
+    for shape in [(40, 24), (4, 6, 24), (24, 2, 2, 6), (24, 2, 1, 6), (24, 1, 40)]:
+        dtypes = {str(a.dtype) for a in found if shape in (a.shape, a.shape[1:])}
+        assert dtypes == {"int8"}, (shape, dtypes)
+
+
+@pytest.mark.parametrize("mesh", [
+    dict(fsdp=2, tensor=2), pytest.param(dict(pipeline=2, expert=2), marks=pytest.mark.slow)
+], ids=str)  # fmt: skip
+def test_a_run_on_8_bits_starts_from_a_run_and_resumes(mesh, adapted, tmp_path, monkeypatch):
+    config, wanted = adapted
+    config = override(dataclasses.replace(config, run_dir=str(tmp_path / "run")), ["--lora.base=int8"])
+    found = losses(run_of(config, monkeypatch))
+    np.testing.assert_allclose(found, wanted, rtol=2e-2)  # int8
+    assert found != wanted
+    meshed = dataclasses.replace(config, run_dir=str(tmp_path / "mesh"), mesh=MeshConfig(**mesh))
+    if meshed.mesh.pipeline > 1:
+        meshed = override(meshed, ["--training.microbatch_size=2"])
+    run_of(dataclasses.replace(meshed, launch=LaunchConfig(exit_at_step=2)), monkeypatch)
+    np.testing.assert_allclose(losses(run_of(meshed, monkeypatch)), found, rtol=1e-5)
+    levels = {name: a for name, a in saved(config).items() if is_in_8_bits(a)}
+    assert len(levels) == 2 * 4 + 3 and all(np.abs(np.asarray(a, np.int32)).max() == 127 for a in levels.values())
+    with pytest.raises(ValueError, match="lora.base=int8 with precision.recipe=fp8"):
+        override(config, ["--precision.recipe=fp8", "--precision.high_layers=0,0"]).check()
+    with pytest.raises(ValueError, match="lora.base=int8 is the format of frozen matrices beside adapters"):
+        override(config, ["--lora.rank=none"]).check()
 
 
 def test_targets_that_match_no_matrix_are_refused():

@@ -67,8 +67,11 @@ class Export:
         self.map = self.family.map_of(written)
         model = Model(written)
         self._stored = StoredParams(run_dir, self.step, model.layer_rows)
-        self.merged = MergedParams(StoredAdapters(run_dir, self.step, config, self.map), self.map) if merge else None
-        self._dtypes = _dtypes(model, self._stored.dtypes)
+        self.merged: MergedParams | None = None
+        if merge:
+            adapters = StoredAdapters(run_dir, self.step, config, self.map)
+            self.merged = MergedParams(adapters, self.map, config.precision.compute_dtype)
+        self._dtypes = _dtypes(model, (self.merged or self._stored).dtypes)
         self.forms = {tensor.name: self._form(tensor, dtype) for tensor in self.map.tensors}
         self.generation = self.family.form.generation(self._generation_config(), self.tokenizer)
         (first, *_) = self.forms.values()

@@ -4,6 +4,7 @@ import functools
 import math
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 
 from megajax.checkpoint.piecewise import PiecewiseArray, StoredParams
@@ -41,13 +42,15 @@ class StoredAdapters:
 class MergedParams:
     """StoredParams of a run whose adapters are merged into its matrices, in float32."""
 
-    def __init__(self, adapters: StoredAdapters, weights: WeightMap):
+    def __init__(self, adapters: StoredAdapters, weights: WeightMap, compute: jnp.dtype):
+        """compute: in which matrices are written that the run has in 8 bits."""
         self._adapters = adapters
         self._records = weights.records
         self._squares = np.zeros(2)
         """Of changes, and of their errors."""
         self.row_of = adapters.stored.row_of
-        self.dtypes = adapters.stored.dtypes
+        floats = {name: dtype for name, dtype in adapters.stored.dtypes.items() if dtype.itemsize > 1}
+        self.dtypes = dict.fromkeys(adapters.stored.dtypes, np.dtype(compute)) | floats
 
     @property
     def error(self) -> float:
@@ -56,7 +59,7 @@ class MergedParams:
         return math.sqrt(errors / changes) if changes else 0.0
 
     def open(self, name: str, rounded_to: np.dtype) -> PiecewiseArray:
-        base = self._adapters.stored.open(name)
+        base = self._base(name)
         if name not in self._adapters:
             return base
         a, b = self._adapters.factors(name)
@@ -74,3 +77,15 @@ class MergedParams:
             return merged
 
         return PiecewiseArray(base.shape, np.dtype(np.float32), read)
+
+    def _base(self, name: str) -> PiecewiseArray:
+        """A matrix in 8 bits (lora.base) as the numbers that it stands for."""
+        stored = self._adapters.stored
+        levels = stored.open(name)
+        if f"{name}_scale" not in stored.dtypes:
+            return levels
+        record = self._records[name]
+        scale = stored.open(f"{name}_scale")
+        first = len(levels.shape) - len(record.axes) + record.num_stacked
+        inputs = tuple(range(first, first + record.num_inputs))
+        return levels.times(np.expand_dims(scale.read(tuple(map(slice, scale.shape))), inputs))

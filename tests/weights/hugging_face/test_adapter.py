@@ -214,6 +214,23 @@ def test_an_engine_serves_base_and_adapter_like_the_merged_model(adapted, tmp_pa
     assert found[0] == found[1] == found[2]
 
 
+@pytest.mark.parametrize("base", ["int8", pytest.param("float8", marks=pytest.mark.slow)])
+def test_adapters_of_a_base_in_8_bits_are_exported_merged_and_served(base, adapted, tmp_path):
+    folder, run = adapted("Phi3ForCausalLM", LoraConfig(rank=RANK, alpha=6.0, targets=("attention.*",), base=base))
+    wanted = logits(run)
+    convert(["export", f"--run={run}", f"--to={tmp_path / 'adapter'}"])
+    beside_the_original = logits(tmp_path / "adapter")
+    assert 0 < abs(beside_the_original - wanted).mean() < 0.1 * wanted.std()  # 8 bits
+    convert(["export", f"--run={run}", f"--to={tmp_path / 'merged'}", "--merge"])
+    assert_close(logits(tmp_path / "merged"), wanted)
+    export(run, tmp_path / "merged_run")
+    assert_close(logits(tmp_path / "merged_run"), wanted)
+    serving = ServingConfig(max_rows=2, max_batch_tokens=16, page_size=4, num_pages=8)
+    engines = [Engine.from_run(path, serving=serving) for path in (run, tmp_path / "merged")]
+    found = [engine.generate_tokens([[5, 17, 3], [1]], Sampling(max_tokens=4, temperature=0.0)) for engine in engines]
+    assert found[0] == found[1]
+
+
 def test_rounding_merged_matrices_is_reported(adapted, tmp_path, capsys):
     _, run = adapted("LlamaForCausalLM")
     convert(["export", f"--run={run}", f"--to={tmp_path / 'merged'}", "--merge", "--dtype=bfloat16"])
