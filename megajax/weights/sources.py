@@ -21,6 +21,9 @@ class WeightSource(Protocol):
     @property
     def config(self) -> Config: ...
 
+    reads_parts: bool
+    """Whether `restore_params` can be asked for some of the weights."""
+
     def restore_params(self, abstract: dict, layer_rows: Rows) -> dict:
         """The weights with the dtypes and shardings of the abstract arrays. layer_rows: layer number of each of their
         rows."""
@@ -53,6 +56,8 @@ class SavedStep:
         self.run_dir = run_dir
         self.step = find_step(run_dir, step)
         self.config = Config.load(run_dir, self.step)
+
+    reads_parts = False
 
     def __str__(self) -> str:
         return f"{self.run_dir}, step {self.step}"

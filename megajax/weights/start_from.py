@@ -150,19 +150,23 @@ def _fresh(config: Config, ours: Model, theirs: Model) -> tuple[str, ...]:
 
 def _restored(source: WeightSource, theirs: Model, model: Model, mesh: Mesh) -> dict:
     """The weights of another model in the formats of this one. Matrices that become 8 bits are rounded one after the
-    other."""
+    other, and read so from a folder: then the devices never hold all of them as they were."""
     target = with_shardings(_as_stored(theirs.abstract_weights, model), theirs.shardings(mesh))
-    found = named(source.restore_params(target, theirs.layer_rows))
     dtypes = {name: leaf.dtype for name, leaf in named(model.abstract_weights).items()}
+    records = named(model.records)
     shardings = named(model.shardings(mesh))
-    scales = _scales(model, theirs)
-    for name, record in named(model.records).items():
-        scale = name + SCALE
-        if scale in scales:
-            axes = range(record.num_stacked, record.num_stacked + record.num_inputs)
+    rounded = sorted(scale.removesuffix(SCALE) for scale in _scales(model, theirs))  # alike in all processes
+    parts = [[name] for name in rounded] if source.reads_parts else []
+    found: dict[str, jax.Array] = {}
+    for part in (*parts, [name for name in named(target) if [name] not in parts]):
+        read = select(target, lambda name, part=part: name in part)
+        found |= named(source.restore_params(read, theirs.layer_rows))
+        for name in (name for name in rounded if name in part):
+            first = records[name].num_stacked
+            axes = range(first, first + records[name].num_inputs)
             convert = functools.partial(to_eight_bits, axes=axes, dtype=dtypes[name])
-            placed = jax.jit(convert, out_shardings=(shardings[name], shardings[scale]))
-            found[name], found[scale] = placed(found[name])
+            placed = jax.jit(convert, out_shardings=(shardings[name], shardings[name + SCALE]))
+            found[name], found[name + SCALE] = jax.block_until_ready(placed(found[name]))
     return nested((tuple(name.split(".")), array) for name, array in found.items())
 
 

@@ -46,6 +46,8 @@ def upcycled(source: WeightSource, config: Config) -> WeightSource:
 class _Upcycled:
     """The source that a dense one becomes."""
 
+    reads_parts = False
+
     def __init__(
         self, source: WeightSource, dense: DecoderConfig, config: Config, ours: DecoderConfig, num_experts: int
     ):

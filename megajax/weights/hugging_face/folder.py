@@ -92,6 +92,7 @@ class Folder:
         return load_tokenizer(self.tokenizer_spec)
 
     is_foreign = True
+    reads_parts = True
 
     @property
     def forms(self) -> dict[str, TensorForm]:

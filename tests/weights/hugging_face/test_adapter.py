@@ -19,11 +19,13 @@ from megajax.inference.engine import Engine, Sampling, ServingConfig
 from megajax.layers.feed_forward.moe import MoeConfig
 from megajax.layers.feed_forward.router import RouterConfig
 from megajax.layers.lora import LoraConfig
+from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.parameters import name_of, named
 from megajax.precision import PrecisionConfig
 from megajax.training.config import TrainingConfig
+from megajax.weights import start_from
 from megajax.weights.export import export
 from megajax.weights.hugging_face.adapter import AdapterFolder
 from megajax.weights.hugging_face.export import export_run
@@ -229,6 +231,23 @@ def test_adapters_of_a_base_in_8_bits_are_exported_merged_and_served(base, adapt
     engines = [Engine.from_run(path, serving=serving) for path in (run, tmp_path / "merged")]
     found = [engine.generate_tokens([[5, 17, 3], [1]], Sampling(max_tokens=4, temperature=0.0)) for engine in engines]
     assert found[0] == found[1]
+
+
+def test_a_folder_starts_a_run_in_8_bits_as_a_run_does(adapted, tmp_path):
+    """From a folder each matrix is read and rounded on its own."""
+    folder, _ = adapted("GPT2LMHeadModel")
+    import_folder(folder, tmp_path / "imported")
+    config = dataclasses.replace(Folder(folder).config, lora=LoraConfig(rank=RANK, base="int8"))
+    weights = []
+    for source in (folder, tmp_path / "imported"):
+        started = dataclasses.replace(config, checkpoint=CheckpointConfig(start_from=str(source)))
+        start_from.check(start_from.pinned(started))
+        program = started.make_program(make_mesh(MeshConfig(), jax.devices()[:1]))
+        weights.append(named(start_from.weights(started, program)))
+    assert weights[0].keys() == weights[1].keys() == named(program.model.abstract_weights).keys()
+    for name, array in weights[0].items():
+        np.testing.assert_array_equal(array, weights[1][name], err_msg=name)
+        assert array.dtype == named(program.model.abstract_weights)[name].dtype
 
 
 def test_rounding_merged_matrices_is_reported(adapted, tmp_path, capsys):
