@@ -111,6 +111,8 @@ class EightBitBase(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class Lora(Transform):
+    """Adds an adapter to the product of a matrix."""
+
     rank: int
     scale: float
 

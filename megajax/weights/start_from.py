@@ -88,7 +88,8 @@ def check(config: Config) -> None:
     """Raises ValueError if the weights of the other run do not fit this one; start_from must be pinned."""
     requested = config.checkpoint.start_from
     try:
-        theirs = model_for(_source(config).config, config)
+        source = _source(config).config
+        theirs = model_for(source, config)
         theirs.check_divides(config.mesh.sizes())
         ours = config.make_model()
     except ValueError as error:
@@ -103,7 +104,10 @@ def check(config: Config) -> None:
                 f"names look like {min(names)})"
             )
     derived = of_towers | _scales(ours, theirs)
-    if problems := _problems(ours, theirs, derived, _fresh(config, ours, theirs)):
+    problems = _problems(ours, theirs, derived, _fresh(config, ours, theirs))
+    if source.lora.rank and config.lora.rank and source.lora.scale != config.lora.scale:
+        problems.append(f"adapters are multiplied by {source.lora.scale:g} there and {config.lora.scale:g} here")
+    if problems:
         more = f" and {len(problems) - 4} more" if len(problems) > 4 else ""
         raise ValueError(
             f"checkpoint.start_from={requested} has the weights of another model ({'; '.join(problems[:4])}{more}); "
@@ -172,15 +176,16 @@ def _restored(source: WeightSource, theirs: Model, model: Model, mesh: Mesh) -> 
 
 def _scales(ours: Model, theirs: Model) -> set[str]:
     """Names of the scales of matrices that are in 8 bits in our model only."""
-    leaves = {name for name, leaf in named(ours.abstract_weights).items() if is_in_8_bits(leaf)}
-    return {name + SCALE for name in leaves if name + SCALE not in _shapes(theirs)}
+    scales = {name + SCALE for name, leaf in named(ours.abstract_weights).items() if is_in_8_bits(leaf)}
+    return scales - _shapes(theirs).keys()
 
 
 def _as_stored(abstract: dict, model: Model) -> dict:
     """The weights of another model in the dtypes of this one; those that are to be rounded in the compute dtype."""
     compute = model.precision.compute_dtype
+    known = named(abstract)
     dtypes = {
-        name: compute if is_in_8_bits(leaf) and name + SCALE not in named(abstract) else leaf.dtype
+        name: compute if is_in_8_bits(leaf) and name + SCALE not in known else leaf.dtype
         for name, leaf in named(model.abstract_weights).items()
     }
 

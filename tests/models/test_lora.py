@@ -11,7 +11,7 @@ from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config
 from megajax.layers.feed_forward.moe import MoeConfig
 from megajax.layers.lora import LoraConfig
-from megajax.mesh.config import MeshConfig
+from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
@@ -22,6 +22,7 @@ from megajax.planning.memory import state_bytes
 from megajax.precision import PrecisionConfig
 from megajax.tasks.language import Language
 from megajax.training.config import LaunchConfig
+from megajax.weights import start_from
 from megajax.weights.sources import SavedStep
 from runs import run_of, toy_config
 
@@ -136,6 +137,18 @@ def test_resume_is_identical_and_refuses_another_rank(adapted, tmp_path, monkeyp
     assert losses(run_of(config, monkeypatch)) == wanted
     with pytest.raises(ValueError, match=r"cannot resume with other settings \(lora.rank: 4 -> 8\)"):
         run_of(override(config, ["--lora.rank=8"]), monkeypatch)
+
+
+def test_adapters_go_on_from_a_run_with_the_same_scale(adapted, tmp_path):
+    config, _ = adapted
+    more = dataclasses.replace(config, run_dir=str(tmp_path / "run"))
+    more = override(more, [f"--checkpoint.start_from={config.run_dir}"])
+    start_from.check(start_from.pinned(more))
+    weights = named(start_from.weights(more, more.make_program(make_mesh(more.mesh, jax.devices()[:1]))))
+    for name, array in saved(config).items():
+        np.testing.assert_array_equal(weights[name], array, err_msg=name)
+    with pytest.raises(ValueError, match="adapters are multiplied by 8 there and 2 here"):
+        start_from.check(start_from.pinned(override(more, ["--lora.alpha=8"])))
 
 
 def test_frozen_weights_take_two_bytes_and_the_plan_says_so(tmp_path):

@@ -347,7 +347,8 @@ class Server:
 
 def _opened(source: Source, engine: Engine) -> OpenedModel:
     """The source for the engine. Raises ValueError if it is another model."""
-    if source.config.model != engine.model.config:
+    config = source.config
+    if (config.model, config.lora.transforms) != (engine.model.config, engine.model.adapters):
         raise ValueError(f"run={source} is another model than the one that is served; start a server for it")
     parts = (source, engine.model, engine.mesh, engine.text_tokenizer)
     return OpenedModel(*parts, start_ids=(), weights=engine.serving.weight_dtype)

@@ -31,6 +31,7 @@ from megajax.weights.hugging_face.adapter import AdapterFolder
 from megajax.weights.hugging_face.export import export_run
 from megajax.weights.hugging_face.folder import Folder
 from megajax.weights.hugging_face.import_folder import import_folder
+from megajax.weights.hugging_face.recipe import fine_tuning
 from megajax.weights.sources import SavedStep, open_source
 
 LENGTH, RANK = 16, 4
@@ -135,11 +136,18 @@ def test_an_adapter_comes_back_and_merges_to_the_same_model(architecture, adapte
     convert(["export", f"--run={run}", f"--to={tmp_path / 'adapter'}"])
     folder = AdapterFolder(tmp_path / "adapter")
     assert folder.path == base and folder.config.lora == Config.load(run).lora
+    recipe = fine_tuning(str(tmp_path / "adapter"))
+    assert recipe.lora == folder.config.lora and recipe.optimizer.learning_rate == 1e-4
+    config = dataclasses.replace(recipe, mesh=MeshConfig(pipeline=2))
+    program = config.make_program(make_mesh(config.mesh, jax.devices()[:2]))
+    started = named(start_from.weights(config, program))
     import_folder(tmp_path / "adapter", tmp_path / "again")
     saved, again = (restored(path) for path in (run, tmp_path / "again"))
     assert saved.keys() == again.keys()
     for name, array in saved.items():
         np.testing.assert_array_equal(array, again[name], err_msg=name)
+        if name.endswith(("_lora_a", "_lora_b")):
+            np.testing.assert_array_equal(np.concatenate(started[name]), array, err_msg=name)
     wanted = logits(run)
     assert abs(wanted - logits(base)).max() > 0.1 * wanted.std()
     np.testing.assert_array_equal(logits(tmp_path / "adapter"), wanted)
