@@ -16,7 +16,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 import httpx2
 import jax
@@ -27,6 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megajax.checkpoint.piecewise import PiecewiseArray, StoredParameter
 from megajax.cli import serving as command
+from megajax.config import Config
 from megajax.data.tokenizers.chat_template import CHATML, ChatTemplate
 from megajax.data.tokenizers.tokenizer import BytesTokenizer, NullTokenizer
 from megajax.evaluation.scorer import Scorer
@@ -280,7 +280,7 @@ def test_other_parameters_are_loaded_without_a_restart(url, engine, offline, mon
 
         def __init__(self, seed, step):
             self.seed = int(seed)
-            self.config = SimpleNamespace(model=MODEL if self.seed < 9 else dataclasses.replace(MODEL, num_layers=3))
+            self.config = Config(model=MODEL if self.seed < 9 else dataclasses.replace(MODEL, num_layers=3))
             params = jax.tree_util.tree_leaves_with_path(random_params(engine.model, self.seed))
             self.params = {name_of(path): array if self.seed != 8 else array * np.nan for path, array in params}
 
