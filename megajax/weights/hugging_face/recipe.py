@@ -22,13 +22,13 @@ def fine_tuning(path: str) -> Config:
     """
     config = open_folder(path).config
     source_dir = Path(path).resolve()
-    rate = 1e-5 * (1 if config.lora.rank is None else LORA_LEARNING_RATE)
+    factor = 1 if config.lora.rank is None else LORA_LEARNING_RATE
     source = "text" if "classes" in config.model.heads else "indexed"
     return dataclasses.replace(
         config,
         mesh=MeshConfig(fsdp=-1),
         data=dataclasses.replace(config.data, source=source),
-        optimizer=OptimizerConfig(learning_rate=rate, min_learning_rate=rate / 10, warmup_steps=100),
+        optimizer=OptimizerConfig(learning_rate=factor * 1e-5, min_learning_rate=factor * 1e-6, warmup_steps=100),
         training=TrainingConfig(
             steps=1000, global_batch_size=8, sequence_length=min(config.training.sequence_length, MAX_SEQUENCE)
         ),
