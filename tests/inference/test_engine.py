@@ -209,8 +209,14 @@ def test_sequences_that_decode_beside_prompts_get_the_same_tokens(engine_of, nam
     alternating = engine_of(name)
     monkeypatch.setattr(Engine, "platform", "gpu")
     engine = make_engine(alternating.model.config, alternating.mesh)
+    following = engine.scheduler.next
     calls = []
-    engine.scheduler.next = functools.partial(_recorded, engine.scheduler.next, calls)
+
+    def recorded():
+        calls.append(following())
+        return calls[-1]
+
+    monkeypatch.setattr(engine.scheduler, "next", recorded)
     prompts = [[*range(number, 5 * number + 3)] for number in range(9)]
     settings = [dataclasses.replace(sampling, max_tokens=18, logprobs=2) for sampling in (GREEDY, SAMPLED)]
     found = []
@@ -231,11 +237,6 @@ def test_sequences_that_decode_beside_prompts_get_the_same_tokens(engine_of, nam
         np.testing.assert_allclose(ours, expected, atol=1e-4)
     assert any(len(call.chunks) > 1 and len(call.beside) > 1 for call in calls if isinstance(call, Prefill))
     assert engine.stats().preemptions or name == "window"
-
-
-def _recorded(following, calls):
-    calls.append(following())
-    return calls[-1]
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from megajax.data.tokenizers.tokenizer import BytesTokenizer
 from megajax.images.rules import ImageRule
 from megajax.inference.config import ServingConfig
 from megajax.inference.engine import Engine
+from megajax.inference.scheduling.work import Prefill
 from megajax.inference.server import fetching
 from megajax.inference.tokens.sampling import Sampling
 from megajax.layers.attention.rope import RopeConfig
@@ -102,15 +103,18 @@ def weights(name: str) -> dict:
     return Model(MODELS[name], FLOAT32).init(1)
 
 
-def generated(engine: Engine, prompts=PROMPTS, count: int = 6) -> list[tuple[list[int], list[float]]]:
-    """Greedy tokens and their log-probabilities of each prompt."""
+def generated(engine: Engine, prompts=PROMPTS, count: int = 6, at_once: bool = True) -> list[tuple[list, list]]:
+    """Greedy tokens and their log-probabilities of each prompt. at_once: submits all of them before the first step,
+    else one before each step."""
     sampling = Sampling(temperature=0.0, max_tokens=count, logprobs=0, ignore_eos=True)
     requests = {}
-    for number, (tokens, pictures) in enumerate(prompts):
-        images = [engine.read_image(picture(*of_image)) for of_image in pictures]
-        requests[engine.submit(tokens, sampling, images=images)] = number
     found = [([], []) for _ in prompts]
-    while engine.has_work:
+    while len(requests) < len(prompts) or engine.has_work:
+        for number, (tokens, pictures) in enumerate(prompts[len(requests) :], len(requests)):
+            images = [engine.read_image(picture(*of_image)) for of_image in pictures]
+            requests[engine.submit(tokens, sampling, images=images)] = number
+            if not at_once:
+                break
         for output in engine.step():
             tokens, logprobs = found[requests[output.request]]
             tokens += output.tokens
@@ -177,6 +181,28 @@ def test_log_probabilities_are_those_of_training(name):
             (number, *size), *others = pictures
             other = trained(name, tokens, ((number + 7, *size), *others), following)
             assert np.abs(other - wanted).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["pixels", pytest.param("squash", marks=pytest.mark.slow)])
+def test_sequences_that_decode_beside_images_get_the_same_tokens(name, monkeypatch):
+    """As on a GPU."""
+    prompts = [PROMPTS[0], *PROMPTS, PROMPTS[2], PROMPTS[1], PROMPTS[0]]
+    wanted = generated(engine(name), prompts)
+    monkeypatch.setattr(Engine, "platform", "gpu")
+    mixing = engine(name, decode_steps=3)
+    following = mixing.scheduler.next
+    calls = []
+
+    def recorded():
+        calls.append(following())
+        return calls[-1]
+
+    monkeypatch.setattr(mixing.scheduler, "next", recorded)
+    found = generated(mixing, prompts, at_once=False)
+    for (tokens, logprobs), (wanted_tokens, wanted_logprobs) in zip(found, wanted, strict=True):
+        assert tokens == wanted_tokens
+        np.testing.assert_allclose(logprobs, wanted_logprobs, atol=2e-5)
+    assert any(isinstance(call, Prefill) and call.beside for call in calls)
 
 
 def test_a_mesh_gives_the_same_tokens():

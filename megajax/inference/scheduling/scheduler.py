@@ -146,7 +146,8 @@ class Scheduler:
 
     def _chunks(self, *, beside: bool) -> list[Chunk]:
         chunks: list[Chunk] = []
-        tokens = self._call_tokens() if beside else self.limits.chunks[-1]
+        # An image may need a whole call.
+        tokens = self._call_tokens() if beside and not self.limits.whole_images else self.limits.chunks[-1]
         pages = self.limits.chunk_pages
         room = math.inf if self.limits.image_tokens is None else self.limits.image_tokens
         for sequence in self._prefilling():
