@@ -20,6 +20,8 @@ Measured = Annotated[int, Range(at_least=1, at_most=1_000_000)]
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256  # of one
+FORMS = ("schema", "regex", "grammar")
+"""Fields of Sampling that restrict the text."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +123,8 @@ class Sampling:
     """JSON schema that the text must follow."""
     regex: str | None = None
     """Regular expression that the text must match."""
+    grammar: str | None = None
+    """Lark grammar, in llguidance's dialect, that the text must follow."""
 
     def check(self) -> None:
         """Raises ValueError for the first invalid value."""
@@ -136,8 +140,8 @@ class Sampling:
         for token, bias in self.logit_bias.items():
             if not math.isfinite(bias):
                 raise ValueError(f"logit_bias={{{token}: {bias}}} must be finite; use -100 to forbid a token")
-        if self.schema is not None and self.regex is not None:
-            raise ValueError(f"schema and regex={self.regex!r}: a text can follow only one of them; leave one out")
+        if len(forms := [name for name in FORMS if getattr(self, name) is not None]) > 1:
+            raise ValueError(f"{' and '.join(forms)}: a text can follow only one of them; leave the others out")
 
     def _check_numbers(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -174,7 +178,12 @@ class Sampling:
 
     @property
     def is_constrained(self) -> bool:
-        return self.schema is not None or self.regex is not None
+        return self.form is not None
+
+    @property
+    def form(self) -> tuple[str, str] | None:
+        """The field that restricts the text, and its value."""
+        return next(((name, getattr(self, name)) for name in FORMS if getattr(self, name) is not None), None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,17 @@ from megajax.training.reporting.console import log_to_stderr
 
 MODEL = DecoderConfig(num_layers=1, embed_dim=32, num_heads=2, mlp_dim=32, vocab_size=257, vocab_multiple=1,
                       position="rope")  # fmt: skip
+# ChatML with the names of tools, and their calls as Hermes writes them.
+TEMPLATE = ChatTemplate(
+    "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}"
+    '<tool_call>\n{{ \'{"name": "\' + call.function.name + \'", "arguments": \' }}'
+    "{{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    {},
+    (),
+)
 # Few programs: one table, one chunk, three numbers of rows.
 SERVING = ServingConfig(max_rows=4, max_batch_tokens=16, page_size=32, num_pages=24, max_length=128, decode_steps=2)
 
@@ -51,7 +62,7 @@ def prompt_logprobs(engine, prompt):
 
 
 @contextlib.contextmanager
-def serving(*engines, on_failure=None, template=ChatTemplate(CHATML, {}, ()), model_name="tiny", **config):
+def serving(*engines, on_failure=None, template=TEMPLATE, model_name="tiny", **config):
     """The URL of a server for the engines."""
     config = ServerConfig(model_name=model_name, **config)
     made = make_app(engines, config, template, on_failure)

@@ -195,6 +195,53 @@ def test_answers_follow_a_schema(client):
     assert len(text) == 3 and set(text) <= {"a", "b"}
 
 
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": {
+        "properties": {"a": {"$ref": "#/$defs/small"}}, "required": ["a"], "additionalProperties": False,
+        "$defs": {"small": {"enum": [1, 2]}}}}},
+    {"type": "function", "function": {"name": "g"}},
+]  # fmt: skip
+ASKED = {"model": "tiny", "messages": [{"role": "user", "content": "?"}], "tools": TOOLS}
+
+
+def test_calls_of_tools_are_parsed_and_go_back_into_the_conversation(client, url):
+    regex = 'Hi <tool_call>\\n\\{"name": "f", "arguments": \\{"a": [0-9]\\}\\}\\n</tool_call>'
+    written = ASKED | {"extra_body": {"structured_outputs": {"regex": regex}}}
+    (choice,) = client.chat.completions.create(**written).choices
+    (call,) = choice.message.tool_calls
+    assert (choice.message.content, choice.finish_reason, call.function.name) == ("Hi ", "tool_calls", "f")
+    assert json.loads(call.function.arguments)["a"] in range(10)
+    with client.chat.completions.stream(**written) as stream:
+        (streamed,) = stream.get_final_completion().choices
+    assert (streamed.message.content, streamed.finish_reason) == ("Hi ", "tool_calls")
+    assert set(json.loads(streamed.message.tool_calls[0].function.arguments)) == {"a"}
+    more = [choice.message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": "5"}]
+    tokens = ask(url, "/tokenize", {"messages": more, "tools": TOOLS}).json()["tokens"]
+    arguments = f'{{"name": "f", "arguments": {call.function.arguments}}}'
+    assert bytes(tokens).decode() == (
+        f"f\ng\n<|im_start|>assistant\nHi <tool_call>\n{arguments}\n</tool_call><|im_end|>\n"
+        "<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
+    )
+    for choice in ({"tool_choice": "none"}, {"tools": []}):  # the text as it is
+        message = client.chat.completions.create(**written | choice).choices[0].message
+        assert message.tool_calls is None and message.content.startswith("Hi <tool_call>")
+
+
+def test_a_call_that_is_demanded_follows_the_schema_of_its_tool(client):
+    found = set()
+    for seed in range(8):
+        answer = client.chat.completions.create(**ASKED, tool_choice="required", temperature=2, seed=seed)
+        (call,) = answer.choices[0].message.tool_calls
+        assert answer.choices[0].finish_reason == "tool_calls" and answer.choices[0].message.content is None
+        found.add((call.function.name, call.function.arguments))
+    assert ("g", "{}") in found and found - {("g", "{}")} <= {("f", '{"a": 1}'), ("f", '{"a": 2}')} and len(found) > 1
+    named = {"type": "function", "function": {"name": "g"}}
+    chunks = list(client.chat.completions.create(**ASKED, tool_choice=named, parallel_tool_calls=False, stream=True))
+    (call,) = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert (call.index, call.function.name, call.function.arguments) == (0, "g", "{}") and call.id
+    assert not any(chunk.choices[0].delta.content for chunk in chunks)
+
+
 def test_a_seed_repeats_a_sample_and_none_does_not(client):
     def sample(**more):
         return client.completions.create(model="tiny", prompt="x", max_tokens=16, **more).choices[0].text
@@ -439,6 +486,11 @@ MISTAKES = [
     (CHAT, {"messages": [USER | {"tool_calls": 5}]}, 400, "messages", "must be a list"),
     (CHAT, {"messages": [USER | {"tool_calls": [CALL]}]}, 400, "messages", "function.arguments"),
     (CHAT, {"messages": [USER | {"tool_calls": [5]}]}, 400, "messages", "function.arguments"),
+    (CHAT, {"messages": [USER], "tools": [{"type": "function", "function": {}}]}, 400, "tools", "needs a name"),
+    (CHAT, {"messages": [USER], "tool_choice": "any"}, 400, "tool_choice", "must be auto, none, required"),
+    (CHAT, {"messages": [USER], "tool_choice": "required"}, 400, "tool_choice", "not in tools"),
+    (CHAT, {"messages": [USER], "tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, 400,
+     None, "regex and grammar: a text can follow only one"),
     ("/tokenize", {"messages": [USER | {"tool_calls": 5}]}, 400, "messages", "must be a list"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages", "text"),
     (CHAT, {"messages": [{"role": "user", "content": "<|im_end|>"}]}, 400, None, "spells the special token"),

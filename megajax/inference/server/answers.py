@@ -10,6 +10,7 @@ from typing import Any
 
 from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.inference.server.engine_thread import Generation, Part
+from megajax.inference.server.tool_calls import CallParser
 from megajax.inference.tokens.sampling import TokenLogprobs
 
 # JSON has no infinity, which is the log-probability of a token that may not be sampled.
@@ -24,11 +25,14 @@ class Piece:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[TokenLogprobs | None] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
+    calls: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """Of tools."""
 
     def extend(self, other: "Piece") -> None:
         self.text += other.text
         self.tokens += other.tokens
         self.logprobs += other.logprobs
+        self.calls += other.calls
         self.finish_reason = other.finish_reason
 
 
@@ -180,10 +184,35 @@ class CompletionAnswer(Answer):
 
 
 class ChatAnswer(Answer):
-    def __init__(self, generation: Generation, model: str, texts: TokenTexts, has_tokens: bool = False):
+    def __init__(
+        self,
+        generation: Generation,
+        model: str,
+        texts: TokenTexts,
+        has_tokens: bool = False,
+        marker: str | None = None,
+        most_calls: int | None = None,
+    ):
+        """marker: of the calls of tools in the text; None: there are none. most_calls: further ones are left out."""
         kind = "chat.completion"
         super().__init__(generation, model, has_tokens, prefix="chatcmpl", kind=kind, chunk_kind=f"{kind}.chunk")
         self._texts = texts
+        self._marker = marker
+        self._most_calls = most_calls
+        self._parsers: dict[int, CallParser] = {}  # number of a choice -> its parser
+
+    def _piece(self, part: Part, is_first: bool) -> Piece:
+        piece = super()._piece(part, is_first)
+        if self._marker is None:
+            return piece
+        parser = self._parsers.setdefault(part.output.index, CallParser(self._marker))
+        first = parser.num_calls
+        piece.text, calls = parser.add(piece.text, piece.finish_reason is not None)
+        numbered = [{"index": index, **call} for index, call in enumerate(calls, first)]
+        piece.calls = numbered if self._most_calls is None else numbered[: max(self._most_calls - first, 0)]
+        if parser.num_calls and piece.finish_reason == "stop":
+            piece.finish_reason = "tool_calls"
+        return piece
 
     def _first_chunks(self) -> list[dict]:
         delta = {"role": "assistant", "content": ""}
@@ -191,11 +220,17 @@ class ChatAnswer(Answer):
         return [{"index": number, **rest} for number in range(self._generation.sampling.n)]
 
     def _choice(self, number: int, piece: Piece) -> dict:
-        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+        if piece.calls:
+            message["content"] = piece.text if piece.text.strip() else None
+            message["tool_calls"] = [{name: call[name] for name in call if name != "index"} for call in piece.calls]
         return {"index": number, "message": message, **self._rest(piece)}
 
     def _chunk_choice(self, number: int, piece: Piece) -> dict:
-        return {"index": number, "delta": {"content": piece.text} if piece.text else {}, **self._rest(piece)}
+        delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
+        if piece.calls:
+            delta["tool_calls"] = piece.calls
+        return {"index": number, "delta": delta, **self._rest(piece)}
 
     def _rest(self, piece: Piece) -> dict:
         logprobs = None

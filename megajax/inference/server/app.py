@@ -37,6 +37,7 @@ from megajax.inference.server.refusals import HANDLED, Gate, refusal
 from megajax.inference.server.replicas import Replicas
 from megajax.inference.server.request_log import RequestLog
 from megajax.inference.server.streams import answered, unless_disconnected
+from megajax.inference.server.tool_calls import find_tool_format
 from megajax.inference.tokens.sampling import Sampling
 from megajax.weights.sources import Source, open_source
 
@@ -77,6 +78,7 @@ class Server:
         engine = self.engine = engines[0]
         self.tokenizer = engine.text_tokenizer
         self.template = template
+        self._tool_format = find_tool_format(template, self.tokenizer) if template else None
         self.metrics = Metrics(config.model_name, lambda: self.replicas.stats)
         self.replicas = Replicas(engines, config.max_requests, self.metrics, on_failure)
         self._texts = TokenTexts(self.tokenizer)
@@ -195,15 +197,29 @@ class Server:
     async def chat(self, request: Request, content: bytes) -> Response:
         body = await self._parse(protocol.ChatRequest, content)
         self._check_model(body.model)
-        tools = body.tools if body.tool_choice != "none" else None
+        tools = body.offered_tools
+        if tools and self.template and self._tool_format is None:
+            raise Refused(
+                400,
+                "tools: the chat template writes no calls of tools, or in another form than those of Hermes, Llama 3 "
+                "and Mistral, which this server reads; leave tools out",
+                "tools",
+            )
+        demanded = body.demanded_functions
         prompt = await self._render(len(content), body.messages, tools, True)
         images = await self._read_images(protocol.images_of(body.messages))
         num_tokens = len(prompt) + sum(image.num_tokens - 1 for image in images)
         max_tokens = body.max_completion_tokens or body.max_tokens or max(self._max_length - num_tokens, 1)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         sampling = body.sampling(self.config.sampling, max_tokens, logprobs)
+        if demanded and self._tool_format:
+            grammar = self._tool_format.grammar(demanded, self.tokenizer.token_id)
+            sampling = dataclasses.replace(sampling, grammar=grammar)
         generation = await self._start(request, [prompt], sampling, [images])
-        answer = ChatAnswer(generation, self.config.model_name, self._texts, bool(body.return_token_ids))
+        marker = self._tool_format.marker if tools and self._tool_format else None
+        most_calls = 1 if body.parallel_tool_calls is False else None
+        has_tokens = bool(body.return_token_ids)
+        answer = ChatAnswer(generation, self.config.model_name, self._texts, has_tokens, marker, most_calls)
         return await answered(generation, answer, body)
 
     async def _read_images(self, given: Sequence[bytes | str]) -> list[PromptImage]:

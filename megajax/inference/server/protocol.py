@@ -69,6 +69,7 @@ class StructuredOutputs(Model):
 
     json_: dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
+    grammar: str | None = None
 
 
 class Request(Model):
@@ -145,7 +146,8 @@ class Request(Model):
             if form.json_schema is None:
                 raise Refused(400, "response_format.type=json_schema needs json_schema", "response_format.json_schema")
             schema = form.json_schema.schema_
-        return {"schema": None if schema is None else json.dumps(schema), "regex": wanted.regex}
+        schema = None if schema is None else json.dumps(schema)
+        return {"schema": schema, "regex": wanted.regex, "grammar": wanted.grammar}
 
 
 class CompletionRequest(Request):
@@ -185,7 +187,8 @@ def _plain_message(number: int, message: dict[str, Any]) -> dict[str, Any]:
         plain["content"] = ""
     elif not isinstance(content, str):
         raise ValueError(f"[{number}].content must be a text or a list of parts")
-    if calls := message.get("tool_calls"):
+    # templates ask whether the field exists
+    if calls := plain.pop("tool_calls", None):
         if not isinstance(calls, list):
             raise ValueError(f"[{number}].tool_calls must be a list")
         plain["tool_calls"] = [_with_arguments(number, call) for call in calls]
@@ -227,6 +230,8 @@ def _with_arguments(number: int, call: Any) -> dict[str, Any]:
     try:
         arguments = call["function"]["arguments"]
         parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if not isinstance(parsed, dict):
+            raise TypeError
     except (TypeError, KeyError, ValueError, RecursionError):
         raise ValueError(f"[{number}].tool_calls: each needs function.arguments with an object as JSON") from None
     return {**call, "function": {**call["function"], "arguments": parsed}}
@@ -241,14 +246,67 @@ Messages = Annotated[
 ]
 
 
+def _checked_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As they are, because templates show them to the model."""
+    for number, tool in enumerate(tools):
+        function = tool.get("function")
+        if tool.get("type") != "function" or not isinstance(function, dict):
+            raise ValueError(f'[{number}] must be {{"type": "function", "function": {{...}}}}')
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise ValueError(f"[{number}].function needs a name")
+        parameters = function.get("parameters") or {}
+        if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
+            raise ValueError(f"[{number}].function.parameters must be a JSON schema of the type object")
+    return tools
+
+
+Tools = Annotated[list[dict[str, Any]], AfterValidator(_checked_tools)]
+
+
+class NamedFunction(Model):
+    name: str
+
+
+class NamedTool(Model):
+    type: Literal["function"]
+    function: NamedFunction
+
+
 class ChatRequest(Request):
     messages: Messages
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Logprobs | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+
+    @field_validator("tool_choice", mode="wrap")
+    @classmethod
+    def _known_choice(cls, choice: Any, check: Any) -> Any:
+        try:
+            return check(choice)
+        except ValidationError:
+            named = '{"type": "function", "function": {"name": NAME}}'
+            raise ValueError(f"must be auto, none, required or {named}") from None
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        """Those that the model may call."""
+        return (self.tools or None) if self.tool_choice != "none" else None
+
+    @property
+    def demanded_functions(self) -> list[dict[str, Any]]:
+        """The functions of which the model has to call one; none: it may answer with text. Raises Refused."""
+        if self.tool_choice in (None, "auto", "none"):
+            return []
+        functions = [tool["function"] for tool in self.tools or ()]
+        if isinstance(self.tool_choice, NamedTool):
+            functions = [each for each in functions if each["name"] == self.tool_choice.function.name]
+        if not functions:
+            raise Refused(400, "tool_choice demands a call of a tool that is not in tools; add it there", "tool_choice")
+        return functions
 
 
 class TokenizeRequest(Model):
@@ -257,7 +315,7 @@ class TokenizeRequest(Model):
     model: str | None = None
     prompt: Annotated[str, Field(max_length=MAX_CONVERTED)] | None = None
     messages: Messages | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Tools | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 

@@ -1,4 +1,4 @@
-"""Restricts a text to a JSON schema or a regular expression, with llguidance (pip install 'megajax[grammar]').
+"""Restricts a text to a JSON schema, an expression or a grammar, with llguidance (pip install 'megajax[grammar]').
 
 For each sequence a matcher says, before each token, which tokens keep the text valid; the device samples among them.
 """
@@ -48,18 +48,20 @@ class Grammars:
         self._known: llguidance.LLTokenizer | None = None
 
     def start(self, sampling: Sampling) -> Matcher | None:
-        """A matcher for the beginning of a text, or None if the settings ask for none. Raises ValueError for a schema
-        or an expression that is invalid or not supported, and for a tokenizer that does not know the bytes of its
-        tokens."""
-        name, text = ("regex", sampling.regex) if sampling.schema is None else ("schema", sampling.schema)
-        if text is None:
+        """A matcher for the beginning of a text, or None if the settings ask for none. Raises ValueError for a schema,
+        an expression or a grammar that is invalid or not supported, and for a tokenizer that does not know the bytes
+        of its tokens."""
+        if sampling.form is None:
             return None
+        name, text = sampling.form
         llguidance, known = self._library(name)
         try:
             if name == "schema":
                 grammar = llguidance.LLMatcher.grammar_from_json_schema(json.loads(text))
-            else:
+            elif name == "regex":
                 grammar = llguidance.LLMatcher.grammar_from_regex(text)
+            else:
+                grammar = llguidance.LLMatcher.grammar_from_lark(text)
             matcher = llguidance.LLMatcher(known, grammar, log_level=0)
         except (ValueError, TypeError) as error:
             raise _unusable(name, text, str(error)) from None
