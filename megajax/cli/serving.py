@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import faulthandler
+import functools
 import importlib.util
 import ipaddress
 import json
@@ -17,12 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from megajax.cli.options import OfChats, OfEngine
-from megajax.inference.config import Measured, Rate, Workload
+from megajax.inference.config import Measured, Rate, ServingConfig, Workload
 from megajax.inference.server.config import ServerConfig
 from megajax.terminal.command_line import Part
 
 if TYPE_CHECKING:
-    from megajax.data.tokenizers.chat_template import ChatTemplate
+    from starlette.applications import Starlette
+
     from megajax.inference.engine import Engine
     from megajax.inference.traffic import Load, Result, Target
 
@@ -33,7 +35,8 @@ STOP_SECONDS = 15.0
 
 
 OF_SERVER = (
-    "host", "port", "max_requests", "request_timeout_seconds", "max_images", "image_hosts", "allow_load", "log_requests"
+    "host", "port", "max_requests", "request_timeout_seconds", "max_images", "image_hosts", "allow_load", "pooling",
+    "log_requests",
 )  # fmt: skip
 
 
@@ -47,11 +50,14 @@ class Serve(OfEngine, OfChats):
     """Key to ask for; may be repeated."""
     api_key_file: str | None = None
     """File with a key per line; other users cannot see it with ps."""
+    embeddings: bool = False
+    """Embed texts instead of generating; models that read in both directions always do."""
     server: Annotated[ServerConfig, Part(only=OF_SERVER, has_prefix=False)] = ServerConfig()
 
     def __call__(self) -> None:
         need_packages("infer.py serve")
         from megajax.inference.tokens.sampling import recommended_sampling
+        from megajax.weights.sources import open_source
 
         config = dataclasses.replace(
             self.server,
@@ -62,9 +68,33 @@ class Serve(OfEngine, OfChats):
             sampling=recommended_sampling(self.run),
         )
         self.check_template()
+        is_bidirectional = "embed" in open_source(self.run, self.step).config.model.encoder_tasks
+        if self.embeddings or is_bidirectional:
+            self._check_embeds()
+        elif config.pooling != "mean":
+            raise ValueError(f"pooling={config.pooling} is of a server that embeds; add --embeddings, or leave it out")
         with contextlib.closing(bind(config.host, config.port)) as bound:
-            engines = self.engines()
-            serve(engines, config, self.template(engines[0]), bound)
+            if self.embeddings or is_bidirectional:
+                from megajax.inference.server.embedding import make_embedding_app
+                from megajax.inference.text_encoder import DecoderEncoder, TextEncoder
+
+                encoder = (TextEncoder if is_bidirectional else DecoderEncoder)(self.open())
+                make = functools.partial(make_embedding_app, encoder, config, self.serving.max_length)
+            else:
+                from megajax.inference.server.app import make_app
+
+                engines = self.engines()
+                make = functools.partial(make_app, engines, config, self.template(engines[0]))
+            serve(make, config, bound)
+
+    def _check_embeds(self) -> None:
+        """Raises ValueError for options of a server that generates."""
+        kept = dataclasses.replace(ServingConfig(), max_length=self.serving.max_length)
+        changed = [name for name, value in vars(self.serving).items() if value != getattr(kept, name)]
+        changed += [name for name in ("draft_run", "chat_template") if getattr(self, name) is not None]
+        changed += ["allow_load"] if self.server.allow_load else []
+        if changed:
+            raise ValueError(f"{changed[0]} is of a server that generates, and this one embeds; leave it out")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,14 +203,14 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def serve(
-    engines: "Sequence[Engine]", config: ServerConfig, template: "ChatTemplate | None", bound: socket.socket
-) -> None:
+def serve(make: "Callable[[Callable[[], None]], Starlette]", config: ServerConfig, bound: socket.socket) -> None:
     """Until ctrl-C or SIGTERM, which let what runs finish; a second one does not. Exits with status 1 if the engine
-    fails, or if it hangs and does not stop."""
+    fails, or if it hangs and does not stop.
+
+    make: returns the ASGI application; its argument is to be called when the engine fails.
+    """
     import uvicorn
 
-    from megajax.inference.server.app import make_app
     from megajax.inference.server.connections import allow_connections, uvicorn_config
 
     has_failed = False
@@ -199,7 +229,7 @@ def serve(
                 faulthandler.dump_traceback_later(config.request_timeout_seconds + STOP_SECONDS, exit=True)
             super().handle_exit(sig, frame)
 
-    app = make_app(engines, config, template, fail)
+    app = make(fail)
     allow_connections()
     server = Server(uvicorn_config(app, config.request_timeout_seconds))
     host, port = bound.getsockname()[:2]

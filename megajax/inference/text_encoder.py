@@ -50,6 +50,7 @@ class TextEncoder:
         self.special = masking_tokens(opened.tokenizer)
         self._params = opened.restore()
         self._source = opened.source
+        self._embed = jax.jit(functools.partial(_embed, self.model), static_argnames="pooling")
 
     def fill(self, texts: Sequence[str], top_k: int) -> list[list[list[Candidate]]]:
         """For each [MASK] (or <mask>) of each text the most likely tokens. Raises ValueError for a text without one."""
@@ -80,10 +81,24 @@ class TextEncoder:
 
     def embed(self, texts: Sequence[str], pooling: Pooling) -> np.ndarray:
         """float32 [texts, D]: the last hidden states of a text, their mean or that of its first token, [CLS]."""
+        return self.embed_tokens([self.tokenizer.encode(text) for text in texts], pooling)
+
+    def embed_tokens(self, texts: Sequence[list[int]], pooling: Pooling) -> np.ndarray:
+        """Like `embed`, for texts as tokens."""
         self._check("embed")
-        program = jax.jit(functools.partial(_embed, self.model, pooling=pooling))
-        encoded = [(self.tokenizer.encode(text),) for text in texts]
-        return np.stack(self._run(encoded, lambda batch, *_: program(self._params, batch)))
+        encoded = [(text,) for text in texts]
+        return np.stack(self._run(encoded, lambda batch, *_: self._embed(self._params, batch, pooling=pooling)))
+
+    def lengths(self, texts: Sequence[list[int]]) -> list[int]:
+        """Numbers of tokens that the model reads of texts as tokens. Raises ValueError for one that it cannot read."""
+        vocab_size = self.model.config.vocab_size
+        for number, text in enumerate(texts, 1):
+            if text and not 0 <= min(text) <= max(text) < vocab_size:
+                raise ValueError(
+                    f"text {number} has token ids {min(text)} to {max(text)}; they must be below "
+                    f"model.vocab_size={vocab_size}; use the tokenizer of the model"
+                )
+        return [self._length(number, (text,)) for number, text in enumerate(texts)]
 
     def classify(self, texts: Sequence[tuple[str, ...]]) -> list[Classified]:
         """The class of each text, or pair of texts."""
@@ -102,6 +117,10 @@ class TextEncoder:
         ]
 
     # ------------------------------------------------------------------ parts
+
+    @property
+    def _pad_id(self) -> int:
+        return self.special.pad_id
 
     def _check(self, task: str) -> None:
         config = self.model.config
@@ -164,8 +183,14 @@ class TextEncoder:
                     results[number] = jax.tree.map(lambda array, row=row: array[row], found)
         return [results[number] for number in range(len(encoded))]
 
-    def _length(self, number: int, texts: Sequence[Sequence[int]]) -> int:
-        length = 1 + sum(len(text) + 1 for text in texts)
+    def _framed(self, texts: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """int32 (tokens, their types) that the model reads."""
+        return joined(texts, self.special, 1 + sum(len(text) + 1 for text in texts))
+
+    def _length(self, number: int, texts: Sequence[list[int]]) -> int:
+        length = len(self._framed(texts)[0])
+        if not length:
+            raise ValueError(f"text {number + 1} has no tokens; leave it out")
         longest = self.model.config.max_length
         if longest is not None and length > longest:
             raise ValueError(f"text {number + 1} has {length} tokens; the model reads {longest}: shorten or split it")
@@ -173,16 +198,36 @@ class TextEncoder:
 
     def _batch(self, texts: list[tuple[list[int], ...]], shape: tuple[int, int]) -> tuple[dict, np.ndarray]:
         """-> (arrays [B, T], index in T of each token of a row)."""
-        tokens_BT = np.full(shape, self.special.pad_id, np.int32)
+        tokens_BT = np.full(shape, self._pad_id, np.int32)
         types_BT = np.zeros_like(tokens_BT)
         segments_BT = np.zeros_like(tokens_BT)
         for row, text in enumerate(texts):
-            ids, types = joined(text, self.special, shape[1])
+            ids, types = self._framed(text)
             tokens_BT[row, : len(ids)] = ids
             types_BT[row, : len(ids)] = types
             segments_BT[row, : len(ids)] = 1
         arrays = {"tokens": tokens_BT, "segment_ids": segments_BT, "token_types": types_BT}
         return laid_out(arrays, self.model, self.mesh)
+
+
+class DecoderEncoder(TextEncoder):
+    """A decoder that embeds, with the tokens that precede every text of its tokenizer. Raises ValueError for a model
+    that is none."""
+
+    _pad_id = 0
+
+    def __init__(self, opened: OpenedModel):
+        opened.model.config.check_generates()
+        super().__init__(opened)
+        self._start_ids = opened.start_ids
+
+    def _check(self, task: str) -> None:
+        if task != "embed":
+            super()._check(task)
+
+    def _framed(self, texts: Sequence[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+        ids = np.asarray([*self._start_ids, *sum(texts, [])], np.int32)
+        return ids, np.zeros_like(ids)
 
 
 def _hidden(model, params: dict, batch: dict):

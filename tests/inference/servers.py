@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import threading
 import time
@@ -11,7 +12,7 @@ import numpy as np
 import uvicorn
 
 from megajax.cli.serving import bind, serve
-from megajax.data.tokenizers.chat_template import CHATML, ChatTemplate
+from megajax.data.tokenizers.chat_template import ChatTemplate
 from megajax.data.tokenizers.tokenizer import BytesTokenizer
 from megajax.inference.config import Sampling
 from megajax.inference.engine import Engine, Output, ServingConfig, Stats
@@ -65,8 +66,14 @@ def prompt_logprobs(engine, prompt):
 def serving(*engines, on_failure=None, template=TEMPLATE, model_name="tiny", **config):
     """The URL of a server for the engines."""
     config = ServerConfig(model_name=model_name, **config)
-    made = make_app(engines, config, template, on_failure)
-    server = uvicorn.Server(uvicorn_config(made, config.request_timeout_seconds, port=0))
+    with running(make_app(engines, config, template, on_failure), config) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def running(app, config):
+    """The URL of a server for the application."""
+    server = uvicorn.Server(uvicorn_config(app, config.request_timeout_seconds, port=0))
     thread = threading.Thread(target=server.run)
     thread.start()
     while not server.started:
@@ -155,4 +162,5 @@ if __name__ == "__main__":  # PORT MAX_LENGTH TIMEOUT_SECONDS: a server in a pro
     engine = engine_on(jax.devices()[0], max_rows=16, max_batch_tokens=256, num_pages=num_pages, max_length=max_length)
     config = ServerConfig(model_name="tiny\nforged", request_timeout_seconds=timeout)
     log_to_stderr()
-    serve([engine], config, ChatTemplate(CHATML, {}, ()), bind("127.0.0.1", port))
+    make = functools.partial(make_app, [engine], config, TEMPLATE)
+    serve(make, config, bind("127.0.0.1", port))

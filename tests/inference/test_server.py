@@ -4,6 +4,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -497,7 +498,8 @@ MISTAKES = [
     ("/tokenize", {}, 400, "prompt", "prompt or messages"),
     ("/detokenize", {"tokens": [999]}, 400, "tokens", "257"),
     ("/v1/load", {"run": "nowhere"}, 400, "run", "run=nowhere"),
-    ("/v1/embeddings", {}, 404, None, "Not Found"),
+    ("/v1/embeddings", {}, 404, None, "--embeddings"),
+    ("/v1/images", {}, 404, None, "Not Found"),
     ("/v1/models", {}, 405, None, "Method"),
 ]  # fmt: skip
 
@@ -768,7 +770,8 @@ def test_a_stop_during_warm_up_does_not_wait_for_it(monkeypatch, caplog):
     monkeypatch.setattr(os, "_exit", leave)
     before = signal.getsignal(signal.SIGTERM)
     with caplog.at_level("INFO"):
-        command.serve([fake], ServerConfig(model_name="tiny"), None, command.bind("127.0.0.1", 0))
+        config = ServerConfig(model_name="tiny")
+        command.serve(functools.partial(app.make_app, [fake], config, None), config, command.bind("127.0.0.1", 0))
     signal.signal(signal.SIGTERM, before)
     assert codes == [128 + signal.SIGTERM]
     assert "serving tiny at http://127.0.0.1" in caplog.text and "stopping when all requests" in caplog.text

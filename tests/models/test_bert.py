@@ -12,7 +12,7 @@ import pytest
 import configs
 from megajax import run
 from megajax.checkpoint.config import CheckpointConfig
-from megajax.cli import infer
+from megajax.cli import infer, serving
 from megajax.config import Config
 from megajax.data.config import DataConfig
 from megajax.data.indexed.dataset import IndexedDatasetWriter
@@ -273,10 +273,20 @@ def test_masks_are_filled_and_texts_embedded(trained, capsys):
     np.testing.assert_allclose(record["embedding"], np.mean(h[0], axis=0), atol=1e-5)
 
 
-@pytest.mark.parametrize("arguments", [["generate", "--prompt=a"], ["serve"], ["chat"], ["bench"]], ids=lambda a: a[0])
+@pytest.mark.parametrize("arguments", [["generate", "--prompt=a"], ["chat"], ["bench"]], ids=lambda a: a[0])
 def test_generation_is_refused_by_name(arguments, trained):
     with pytest.raises(ValueError, match="model.kind=bert .*infer.py fill"):
         infer.main([arguments[0], f"--run={trained[0].run_dir}", *arguments[1:]])
+
+
+def test_a_server_embeds(trained, monkeypatch):
+    made = []
+    monkeypatch.setattr(serving, "serve", lambda make, config, bound: made.append(make(None)))
+    infer.main(["serve", f"--run={trained[0].run_dir}", "--port=0", "--pooling=cls"])
+    assert "/v1/embeddings" in [route.path for route in made[0].routes]
+    for option in ("--max_rows=4", "--draft_run=x", "--allow_load"):
+        with pytest.raises(ValueError, match="is of a server that generates"):
+            infer.main(["serve", f"--run={trained[0].run_dir}", "--port=0", option])
 
 
 def test_a_refusal_names_what_the_head_can_do():

@@ -7,22 +7,17 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import hmac
 import importlib.resources
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import prometheus_client
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import Route
 
 from megajax.data.tokenizers.chat_template import ChatTemplate
-from megajax.data.tokenizers.tokenizer import configured_tokens, longest_token
+from megajax.data.tokenizers.tokenizer import configured_tokens
 from megajax.inference.engine import Engine
 from megajax.inference.load import OpenedModel
 from megajax.inference.scheduling.images import PromptImage
@@ -33,18 +28,13 @@ from megajax.inference.server.engine_thread import Generation
 from megajax.inference.server.fetching import Fetcher
 from megajax.inference.server.metrics import Metrics
 from megajax.inference.server.protocol import Refused, parse, refusing_values
-from megajax.inference.server.refusals import HANDLED, Gate, refusal
 from megajax.inference.server.replicas import Replicas
-from megajax.inference.server.request_log import RequestLog
-from megajax.inference.server.streams import answered, unless_disconnected
+from megajax.inference.server.service import LONG_WORK, Service, get, post
+from megajax.inference.server.streams import answered
 from megajax.inference.server.tool_calls import find_tool_format
 from megajax.inference.tokens.sampling import Sampling
 from megajax.weights.sources import Source, open_source
 
-# Work on more characters than this is done one after the other, so that it does not keep short requests waiting.
-LONG_WORK = 1 << 14
-# After reading a long body, which nothing can interrupt, the server does other things for this many times as long.
-PAUSE = 3
 # The page needs nothing from elsewhere, and what a model writes must not be able to fetch anything.
 PAGE_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
@@ -66,7 +56,7 @@ def make_app(
     return Server(engines, config, template, on_failure).app
 
 
-class Server:
+class Server(Service):
     def __init__(
         self,
         engines: Sequence[Engine],
@@ -74,45 +64,30 @@ class Server:
         template: ChatTemplate | None,
         on_failure: Callable[[], None] | None,
     ):
-        self.config = config
         engine = self.engine = engines[0]
-        self.tokenizer = engine.text_tokenizer
+        super().__init__(config, engine.text_tokenizer, engine.room_for_prompt(0))
         self.template = template
         self._tool_format = find_tool_format(template, self.tokenizer) if template else None
         self.metrics = Metrics(config.model_name, lambda: self.replicas.stats)
         self.replicas = Replicas(engines, config.max_requests, self.metrics, on_failure)
         self._texts = TokenTexts(self.tokenizer)
         self._fetcher = Fetcher(config.image_hosts, config.max_body_bytes)
-        self._keys = [key.encode() for key in config.api_keys]
         # an end without a name gets one
         self._named_tokens = {"<|endoftext|>": self.tokenizer.eod_id, **self.tokenizer.special_tokens}
         self._loading = asyncio.Lock()  # one at a time
-        self._created = int(time.time())
-        self._max_length = engine.room_for_prompt(0)
-        self._max_characters = self._max_length * longest_token(self.tokenizer)
-        self._long_work = ThreadPoolExecutor(1, "long work")
-        get = functools.partial(Route, methods=["GET"])
-        post = functools.partial(Route, methods=["POST"])
-        log = [Middleware(RequestLog)] if config.log_requests else []
-        self.app = Starlette(
-            routes=[
-                get("/", page),
-                get("/health", self.health),
-                get("/metrics", self.show_metrics),
-                get("/v1/models", self._guarded(self.models)),
-                get("/v1/models/{name:path}", self._guarded(self.model)),
-                get("/tokenizer_info", self._guarded(self.tokenizer_info)),
-                post("/v1/completions", self._guarded(self._timed(self.completions))),
-                post("/v1/chat/completions", self._guarded(self._timed(self.chat))),
-                post("/v1/load", self._guarded(self.load)),
-                post("/tokenize", self._guarded(self._timed(self.tokenize))),
-                post("/detokenize", self._guarded(self._timed(self.detokenize))),
-            ],
-            middleware=[*log, Middleware(Gate, host=config.host)],
-            exception_handlers=dict.fromkeys(HANDLED, refusal),
-            lifespan=self._lifespan,
-        )  # fmt: skip
-        self.app.state.is_ready = lambda: self.replicas.is_ready
+        routes = [
+            get("/", page),
+            get("/health", self.health),
+            get("/metrics", self.show_metrics),
+            get("/tokenizer_info", self._guarded(self.tokenizer_info)),
+            post("/v1/completions", self._guarded(self._timed(self.completions))),
+            post("/v1/chat/completions", self._guarded(self._timed(self.chat))),
+            post("/v1/embeddings", self._guarded(self.embeddings)),
+            post("/v1/load", self._guarded(self.load)),
+            post("/tokenize", self._guarded(self._timed(self.tokenize))),
+            post("/detokenize", self._guarded(self._timed(self.detokenize))),
+        ]
+        self.app = self._make(routes, self._lifespan, lambda: self.replicas.is_ready)
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -120,56 +95,6 @@ class Server:
         yield
         self._long_work.shutdown(wait=False, cancel_futures=True)
         await self.replicas.stop()
-
-    def _guarded(self, endpoint: Callable[[Request], Awaitable[Response]]):
-        async def guarded(request: Request) -> Response:
-            request.state.client = self._check_key(request)
-            # What a page of another origin can send without this server's permission has another type.
-            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if request.method == "POST" and kind != "application/json":
-                raise Refused(415, "the header Content-Type must be application/json")
-            return await endpoint(request)
-
-        return guarded
-
-    def _timed(self, endpoint: Callable[[Request, bytes], Coroutine[Any, Any, Response]]):
-        """Everything up to the answer, or to the beginning of a stream, happens before the deadline, and only while the
-        client is there."""
-
-        async def timed(request: Request) -> Response:
-            async with asyncio.timeout(self.config.request_timeout_seconds) as timeout:
-                request.state.deadline = timeout.when()
-                body = await self._body(request)
-                return await unless_disconnected(request, endpoint(request, body))
-
-        return timed
-
-    def _check_key(self, request: Request) -> Hashable:
-        """-> who asks: the number of the key, or without keys the address."""
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        # compares with all keys, each in constant time
-        found = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
-        if self._keys and not (any(found) and scheme.lower() == "bearer"):
-            raise Refused(401, "the header Authorization: Bearer KEY with a valid key is missing")
-        return found.index(True) if self._keys else request.client and request.client.host
-
-    async def _body(self, request: Request) -> bytes:
-        body = bytearray()
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > self.config.max_body_bytes:
-                raise Refused(413, f"the request is larger than the {self.config.max_body_bytes} bytes allowed")
-        return bytes(body)
-
-    async def _work(self, size: int, function: Callable, *arguments) -> Any:
-        """What the function returns, called on another thread. size: about how many characters it works on. Raises
-        Refused if it raises ValueError."""
-        executor = self._long_work if size > LONG_WORK else None
-        with refusing_values():
-            return await asyncio.get_running_loop().run_in_executor(executor, function, *arguments)
-
-    async def _parse(self, kind: type[protocol.Kind], body: bytes) -> protocol.Kind:
-        return parse(kind, body) if len(body) <= LONG_WORK else await self._work(len(body), _parse_long, kind, body)
 
     # ------------------------------------------------------------------ generation
 
@@ -254,16 +179,6 @@ class Server:
         self._check_characters(len(text), field)
         return await self._work(len(text), self.engine.encode, text)
 
-    def _check_characters(self, count: int, field: str) -> None:
-        """Raises Refused for a text whose tokens are too many, however long they are."""
-        if count > self._max_characters:
-            raise Refused(
-                400,
-                f"{field}: {count} characters are more than {self._max_length} tokens of this model can hold "
-                f"({self._max_characters}); give a shorter text",
-                field,
-            )
-
     def _text(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
 
@@ -282,10 +197,6 @@ class Server:
         text = await self._work(size, render, messages)
         self._check_characters(len(text), "messages")
         return await self._work(len(text), self.tokenizer.encode_template, text)
-
-    def _check_model(self, name: str | None) -> None:
-        if name not in (None, self.config.model_name):
-            raise Refused(404, f"the model {name} does not exist; this server has {self.config.model_name}", "model")
 
     # ------------------------------------------------------------------ tokens
 
@@ -322,23 +233,14 @@ class Server:
 
     # ------------------------------------------------------------------ the server itself
 
-    async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card()]})
-
-    async def model(self, request: Request) -> Response:
-        self._check_model(request.path_params["name"])
-        return JSONResponse(self._card())
-
     def _card(self) -> dict[str, Any]:
-        return {
-            "id": self.config.model_name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "megajax",
-            "max_model_len": self._max_length,
-            "has_chat_template": self.template is not None,
-            "sampling": dict(self.config.sampling),
-        }
+        more = {"has_chat_template": self.template is not None, "sampling": dict(self.config.sampling)}
+        return super()._card() | more
+
+    async def embeddings(self, request: Request) -> Response:
+        raise Refused(
+            404, "this server generates text; start one that embeds: infer.py serve --run=DIR --embeddings --port=PORT"
+        )
 
     async def health(self, request: Request) -> Response:
         self.replicas.check_ready()
@@ -373,14 +275,6 @@ def _opened(source: Source, engine: Engine) -> OpenedModel:
 async def page(request: Request) -> Response:
     text = importlib.resources.files("megajax.inference.server").joinpath("page.html").read_text(encoding="utf-8")
     return HTMLResponse(text, headers={"Content-Security-Policy": PAGE_POLICY})
-
-
-def _parse_long(kind: type[protocol.Kind], body: bytes) -> protocol.Kind:
-    begin = time.monotonic()
-    try:
-        return parse(kind, body)
-    finally:
-        time.sleep(PAUSE * (time.monotonic() - begin))
 
 
 async def _in_thread(function: Callable, *arguments) -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Annotated
 
 from megajax.fields.ranges import PositiveFloat, PositiveInt, Range
+from megajax.inference.config import Pooling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,5 +36,8 @@ class ServerConfig:
     """Whether /v1/load may replace the parameters."""
     log_requests: bool = True
     """Log a line per request: client, path, status, tokens, seconds."""
+    pooling: Pooling = "mean"
+    """Of a server that embeds: what becomes the vector of a text, the mean of its last hidden states or that of its
+    first token."""
     sampling: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Values of Sampling in place of its defaults, for what a request does not say (`recommended_sampling`)."""

@@ -33,13 +33,12 @@ class NotReady(Exception):
     """The engine is warming up, or has failed."""
 
 
-def check_room(num_open: int, prompts: Sequence[Sequence[int]], sampling: Sampling, max_requests: int) -> None:
-    """num_open: samples that wait or run. Raises Overloaded if there is no room for the new ones beside them, and
-    ValueError if there is none without them.
+def check_room(num_open: int, num_new: int, max_requests: int) -> None:
+    """num_open: samples that wait or run; num_new: those of a request. Raises Overloaded if there is no room for the
+    new ones beside them, and ValueError if there is none without them.
 
     A request gets half of the places that are free, so that large ones leave room for others.
     """
-    num_new = len(prompts) * sampling.n
     most = _room(max_requests)
     if num_new > most:
         raise ValueError(f"{num_new} samples (prompts times n) are too many for one request; ask for at most {most}")
@@ -193,7 +192,7 @@ class EngineThread:
         deadline.
         """
         self.check_ready()
-        check_room(self.num_open, prompts, sampling, self._max_requests)
+        check_room(self.num_open, len(prompts) * sampling.n, self._max_requests)
         generation = Generation(self, len(prompts), sampling, deadline)
         self._open.add(generation)
         try:

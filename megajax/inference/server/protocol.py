@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WrapValidator, field_validator
 
 from megajax.inference.config import MAX_LOGPROBS, Sampling
 
@@ -150,26 +150,36 @@ class Request(Model):
         return {"schema": schema, "regex": wanted.regex, "grammar": wanted.grammar}
 
 
+def _listed_prompts(prompt: Any, check: Any) -> list[str] | list[list[int]]:
+    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) is int):
+        prompt = [prompt]
+    try:
+        prompts = check(prompt)
+    except ValidationError:
+        raise ValueError("must be a text, a list of texts, a list of token ids, or a list of such lists") from None
+    if not 1 <= len(prompts) <= MAX_PROMPTS:
+        raise ValueError(f"must hold 1 to {MAX_PROMPTS} texts; {len(prompts)} are given")
+    return prompts
+
+
+Prompts = Annotated[list[str] | list[list[int]], WrapValidator(_listed_prompts)]
+
+
 class CompletionRequest(Request):
-    prompt: list[str] | list[list[int]]
+    prompt: Prompts
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Logprobs | None = None
     echo: bool | None = None
     best_of: Literal[1] | None = None
     suffix: Literal[""] | None = None
 
-    @field_validator("prompt", mode="wrap")
-    @classmethod
-    def _listed_prompts(cls, prompt: Any, check: Any) -> list[str] | list[list[int]]:
-        if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and type(prompt[0]) is int):
-            prompt = [prompt]
-        try:
-            prompts = check(prompt)
-        except ValidationError:
-            raise ValueError("must be a text, a list of texts, a list of token ids, or a list of such lists") from None
-        if not 1 <= len(prompts) <= MAX_PROMPTS:
-            raise ValueError(f"must hold 1 to {MAX_PROMPTS} prompts; {len(prompts)} are given")
-        return prompts
+
+class EmbeddingRequest(Model):
+    model: str | None = None
+    input: Prompts
+    encoding_format: Literal["float", "base64"] = "float"
+    user: str | None = None
+    """Without effect."""
 
 
 def _plain_message(number: int, message: dict[str, Any]) -> dict[str, Any]:

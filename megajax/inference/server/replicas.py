@@ -59,7 +59,8 @@ class Replicas:
     ) -> Generation:
         """As EngineThread. The prompts of one request share pages, so they go to the same engine."""
         self.check_ready()
-        check_room(sum(thread.num_open for thread in self._threads), prompts, sampling, self._max_requests)
+        num_open = sum(thread.num_open for thread in self._threads)
+        check_room(num_open, len(prompts) * sampling.n, self._max_requests)
         idlest = min(self._threads, key=lambda thread: thread.num_open)
         return await idlest.generate(prompts, sampling, deadline, client, images)
 
