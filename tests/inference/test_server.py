@@ -243,6 +243,25 @@ def test_a_call_that_is_demanded_follows_the_schema_of_its_tool(client):
     assert not any(chunk.choices[0].delta.content for chunk in chunks)
 
 
+def test_responses_are_the_answers_of_chats(client, offline):
+    greedy = {"model": "tiny", "temperature": 0, "max_output_tokens": 12}
+    text, tokens = offline["chat"]
+    answer = client.responses.create(instructions="Be brief.", input="Hi", **greedy)
+    assert (answer.output_text, answer.status) == (text, "incomplete" if len(tokens) == 12 else "completed")
+    assert answer.usage.output_tokens == len(tokens)
+    assert answer.usage.input_tokens == len(ChatTemplate(CHATML, {}, ()).render(MESSAGES, add_generation_prompt=True))
+    parts = [MESSAGES[0], {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}]
+    events = list(client.responses.create(input=parts, stream=True, **greedy))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[0].type == "response.created" and events[-1].type == f"response.{answer.status}"
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
+    assert events[-1].response.output_text == text and events[-1].response.usage == answer.usage
+    with client.responses.stream(instructions="Be brief.", input="Hi", **greedy) as stream:
+        assert [event.snapshot for event in stream if event.type == "response.output_text.delta"][-1] == text
+    with pytest.raises(openai.BadRequestError, match="stores no answers; send the whole conversation"):
+        client.responses.create(input="Hi", previous_response_id="resp-1", **greedy)
+
+
 def test_a_seed_repeats_a_sample_and_none_does_not(client):
     def sample(**more):
         return client.completions.create(model="tiny", prompt="x", max_tokens=16, **more).choices[0].text

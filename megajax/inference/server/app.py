@@ -29,6 +29,7 @@ from megajax.inference.server.fetching import Fetcher
 from megajax.inference.server.metrics import Metrics
 from megajax.inference.server.protocol import Refused, parse, refusing_values
 from megajax.inference.server.replicas import Replicas
+from megajax.inference.server.responses import ResponseAnswer
 from megajax.inference.server.service import LONG_WORK, Service, get, post
 from megajax.inference.server.streams import answered
 from megajax.inference.server.tool_calls import find_tool_format
@@ -82,6 +83,7 @@ class Server(Service):
             get("/tokenizer_info", self._guarded(self.tokenizer_info)),
             post("/v1/completions", self._guarded(self._timed(self.completions))),
             post("/v1/chat/completions", self._guarded(self._timed(self.chat))),
+            post("/v1/responses", self._guarded(self._timed(self.responses))),
             post("/v1/embeddings", self._guarded(self.embeddings)),
             post("/v1/load", self._guarded(self.load)),
             post("/tokenize", self._guarded(self._timed(self.tokenize))),
@@ -131,10 +133,8 @@ class Server(Service):
                 "tools",
             )
         demanded = body.demanded_functions
-        prompt = await self._render(len(content), body.messages, tools, True)
-        images = await self._read_images(protocol.images_of(body.messages))
-        num_tokens = len(prompt) + sum(image.num_tokens - 1 for image in images)
-        max_tokens = body.max_completion_tokens or body.max_tokens or max(self._max_length - num_tokens, 1)
+        prompt, images, room = await self._read_conversation(len(content), body.messages, tools)
+        max_tokens = body.max_completion_tokens or body.max_tokens or room
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         sampling = body.sampling(self.config.sampling, max_tokens, logprobs)
         if demanded and self._tool_format:
@@ -146,6 +146,23 @@ class Server(Service):
         has_tokens = bool(body.return_token_ids)
         answer = ChatAnswer(generation, self.config.model_name, self._texts, has_tokens, marker, most_calls)
         return await answered(generation, answer, body)
+
+    async def responses(self, request: Request, content: bytes) -> Response:
+        body = await self._parse(protocol.ResponsesRequest, content)
+        self._check_model(body.model)
+        prompt, images, room = await self._read_conversation(len(content), body.messages, None)
+        sampling = body.sampling(self.config.sampling, body.max_output_tokens or room)
+        generation = await self._start(request, [prompt], sampling, [images])
+        return await answered(generation, ResponseAnswer(generation, self.config.model_name), body)
+
+    async def _read_conversation(
+        self, size: int, messages: list[dict], tools: list[dict] | None
+    ) -> tuple[list[int], list[PromptImage], int]:
+        """-> (prompt, its images, tokens that are left for an answer)."""
+        prompt = await self._render(size, messages, tools, True)
+        images = await self._read_images(protocol.images_of(messages))
+        num_tokens = len(prompt) + sum(image.num_tokens - 1 for image in images)
+        return prompt, images, max(self._max_length - num_tokens, 1)
 
     async def _read_images(self, given: Sequence[bytes | str]) -> list[PromptImage]:
         """given: files, and addresses, which are fetched. Raises Refused for too many images, one that cannot be

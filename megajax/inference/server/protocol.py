@@ -9,9 +9,18 @@ import contextlib
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WrapValidator, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WrapValidator,
+    field_validator,
+)
 
 from megajax.inference.config import MAX_LOGPROBS, Sampling
 
@@ -317,6 +326,42 @@ class ChatRequest(Request):
         if not functions:
             raise Refused(400, "tool_choice demands a call of a tool that is not in tools; add it there", "tool_choice")
         return functions
+
+
+def _as_messages(given: Any) -> Any:
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
+class ResponsesRequest(Model):
+    model: str | None = None
+    input: Annotated[Messages, BeforeValidator(_as_messages)]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    previous_response_id: None = None
+    # Without effect on the answer:
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+
+    wants_usage: ClassVar[bool] = True
+
+    @field_validator("previous_response_id", mode="before")
+    @classmethod
+    def _nothing_is_stored(cls, given: Any) -> None:
+        if given is not None:
+            raise ValueError("this server stores no answers; send the whole conversation as input")
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        return [*first, *self.input]
+
+    def sampling(self, defaults: Mapping[str, float], max_tokens: int) -> Sampling:
+        """As of Request."""
+        return Request(temperature=self.temperature, top_p=self.top_p).sampling(defaults, max_tokens, None)
 
 
 class TokenizeRequest(Model):

@@ -14,7 +14,9 @@ from megajax.inference.server.engine_thread import Generation, NotReady
 from megajax.inference.server.refusals import CLIENT_CLOSED_REQUEST, TIMED_OUT
 
 
-async def answered(generation: Generation, answer: Answer, body: protocol.Request) -> Response:
+async def answered(
+    generation: Generation, answer: Answer, body: protocol.Request | protocol.ResponsesRequest
+) -> Response:
     if body.stream:
         return _EventStream(answer.events(body.wants_usage), generation)
     with generation:
