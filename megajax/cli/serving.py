@@ -68,19 +68,20 @@ class Serve(OfEngine, OfChats):
             sampling=recommended_sampling(self.run),
         )
         self.check_template()
-        is_bidirectional = "embed" in open_source(self.run, self.step).config.model.encoder_tasks
-        if self.embeddings or is_bidirectional:
-            self._check_embeds()
-        elif config.pooling != "mean":
-            raise ValueError(f"pooling={config.pooling} is of a server that embeds; add --embeddings, or leave it out")
+        self.serving.check()
+        self.mesh.check()
         with contextlib.closing(bind(config.host, config.port)) as bound:
+            is_bidirectional = "embed" in open_source(self.run, self.step).config.model.encoder_tasks
             if self.embeddings or is_bidirectional:
+                self._check_embeds()
                 from megajax.inference.server.embedding import make_embedding_app
                 from megajax.inference.text_encoder import DecoderEncoder, TextEncoder
 
                 encoder = (TextEncoder if is_bidirectional else DecoderEncoder)(self.open())
                 make = functools.partial(make_embedding_app, encoder, config, self.serving.max_length)
             else:
+                if config.pooling != "mean":
+                    raise ValueError(f"pooling={config.pooling} is of a server that embeds; add --embeddings")
                 from megajax.inference.server.app import make_app
 
                 engines = self.engines()
