@@ -5,12 +5,12 @@
 | phase | measures | seconds on one H100 with llama3_8b |
 |---|---|---|
 | torch | transformers, if installed, on the same GPU (benchmarks/peers/torch_decode.py) | 180, estimated |
-| vllm | vLLM, if installed, on the same GPU (benchmarks/peers/vllm_decode.py) | 150, estimated |
+| vllm | vLLM, if installed, on the same GPU (benchmarks/peers/vllm_decode.py) | 170, one batch |
 | ready | making weights; compiling or loading every program | 52 |
 | decode | for each batch: decoding speed, and the part of the memory bandwidth that it uses | 51 |
 | sampled | as decode, with temperature 0.8, top-k 50 and top-p 0.9 | 45, on one H200 |
 | prompts | time and MFU of long prompts | 6 |
-| mix | generated tokens/s of many different requests | 11 |
+| mix | generated tokens/s of many different requests, after a first time | 17, estimated |
 | arrivals | the same when requests arrive at random: time to the first token, per token, and the longest pause | 30 |
 | profile | where the time of decoding goes (benchmarks/profile.py) | 4 |
 

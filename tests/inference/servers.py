@@ -164,3 +164,16 @@ if __name__ == "__main__":  # PORT MAX_LENGTH TIMEOUT_SECONDS: a server in a pro
     log_to_stderr()
     make = functools.partial(make_app, [engine], config, TEMPLATE)
     serve(make, config, bind("127.0.0.1", port))
+
+
+def recorded_calls(engine: Engine, monkeypatch) -> list:
+    """What the engine's scheduler decides from now on."""
+    following = engine.scheduler.next
+    calls = []
+
+    def recorded():
+        calls.append(following())
+        return calls[-1]
+
+    monkeypatch.setattr(engine.scheduler, "next", recorded)
+    return calls

@@ -31,7 +31,7 @@ from megajax.models.execution import ExecutionConfig
 from megajax.models.hybrid import HybridConfig
 from megajax.models.model import Model
 from megajax.precision import PrecisionConfig
-from servers import prompt_logprobs
+from servers import prompt_logprobs, recorded_calls
 
 # Weights far larger than at the start of a training: the most likely token depends strongly on all that came before.
 SMALL = DecoderConfig(
@@ -209,14 +209,7 @@ def test_sequences_that_decode_beside_prompts_get_the_same_tokens(engine_of, nam
     alternating = engine_of(name)
     monkeypatch.setattr(Engine, "platform", "gpu")
     engine = make_engine(alternating.model.config, alternating.mesh)
-    following = engine.scheduler.next
-    calls = []
-
-    def recorded():
-        calls.append(following())
-        return calls[-1]
-
-    monkeypatch.setattr(engine.scheduler, "next", recorded)
+    calls = recorded_calls(engine, monkeypatch)
     prompts = [[*range(number, 5 * number + 3)] for number in range(9)]
     settings = [dataclasses.replace(sampling, max_tokens=18, logprobs=2) for sampling in (GREEDY, SAMPLED)]
     found = []

@@ -32,7 +32,7 @@ from megajax.models.model import Model
 from megajax.models.multimodal import MultimodalConfig
 from megajax.models.tower import TowerConfig
 from megajax.precision import PrecisionConfig
-from servers import serving, wait_until
+from servers import recorded_calls, serving, wait_until
 
 pytest.importorskip("PIL")
 IMAGE = 50
@@ -190,14 +190,7 @@ def test_sequences_that_decode_beside_images_get_the_same_tokens(name, monkeypat
     wanted = generated(engine(name), prompts)
     monkeypatch.setattr(Engine, "platform", "gpu")
     mixing = engine(name, decode_steps=3)
-    following = mixing.scheduler.next
-    calls = []
-
-    def recorded():
-        calls.append(following())
-        return calls[-1]
-
-    monkeypatch.setattr(mixing.scheduler, "next", recorded)
+    calls = recorded_calls(mixing, monkeypatch)
     found = generated(mixing, prompts, at_once=False)
     for (tokens, logprobs), (wanted_tokens, wanted_logprobs) in zip(found, wanted, strict=True):
         assert tokens == wanted_tokens

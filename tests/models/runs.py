@@ -4,14 +4,17 @@ import json
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from megajax import run
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config
 from megajax.data.config import DataConfig
 from megajax.mesh.config import MeshConfig
+from megajax.models.model import Model
 from megajax.optim.config import OptimizerConfig
 from megajax.precision import PrecisionConfig
+from megajax.tasks.language import Language
 from megajax.training.config import TrainingConfig
 
 
@@ -39,3 +42,18 @@ def run_of(config: Config, monkeypatch) -> list[dict]:
         assert run.train(config) in ("finished", "interrupted")
     text = (Path(config.run_dir) / "metrics.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]
+
+
+LENGTH = 16
+
+
+def batch() -> dict:
+    tokens = np.random.default_rng(0).integers(0, 63, (2, LENGTH + 1), dtype=np.int32)
+    positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), (2, LENGTH))
+    ones = np.ones((2, LENGTH), np.float32)
+    return dict(tokens=tokens[:, :-1], labels=tokens[:, 1:], positions=positions, loss_weights=ones)
+
+
+def loss_of(model: Model, weights: dict) -> float:
+    """Of `batch`."""
+    return float(jax.jit(lambda weights: model.loss(weights, batch(), Language()).main)(weights))

@@ -24,7 +24,7 @@ from megajax.tasks.language import Language
 from megajax.training.config import LaunchConfig
 from megajax.weights import start_from
 from megajax.weights.sources import SavedStep
-from runs import run_of, toy_config
+from runs import batch, loss_of, run_of, toy_config
 
 T, STEPS = 16, 4
 MODEL = DecoderConfig(
@@ -32,17 +32,6 @@ MODEL = DecoderConfig(
     norm="rmsnorm", biases=(), activation="swiglu", init_std=0.2, moe=MoeConfig(num_experts=4, expert_dim=16),
 )  # fmt: skip
 LORA = LoraConfig(rank=4)
-
-
-def batch() -> dict:
-    tokens = np.random.default_rng(0).integers(0, 63, (2, T + 1), dtype=np.int32)
-    positions = np.broadcast_to(np.arange(T, dtype=np.int32), (2, T))
-    ones = np.ones((2, T), np.float32)
-    return dict(tokens=tokens[:, :-1], labels=tokens[:, 1:], positions=positions, loss_weights=ones)
-
-
-def loss_of(model: Model, weights: dict) -> float:
-    return float(jax.jit(lambda weights: model.loss(weights, batch(), Language()).main)(weights))
 
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])

@@ -28,7 +28,7 @@ from megajax.training.config import LaunchConfig, TrainingConfig
 from megajax.weights.export import export
 from megajax.weights.hugging_face.export import Export
 from megajax.weights.sources import SavedStep
-from runs import run_of
+from runs import batch, loss_of, run_of
 
 T, STEPS, RANK = 16, 4, 2
 
@@ -134,17 +134,6 @@ def trained(tmp_path_factory):
         model.abstract_weights,
     )
     return config, found, model, SavedStep(config.run_dir).restore_params(abstract, model.layer_rows)
-
-
-def batch() -> dict:
-    tokens = np.random.default_rng(0).integers(0, 63, (2, T + 1), dtype=np.int32)
-    positions = np.broadcast_to(np.arange(T, dtype=np.int32), (2, T))
-    ones = np.ones((2, T), np.float32)
-    return dict(tokens=tokens[:, :-1], labels=tokens[:, 1:], positions=positions, loss_weights=ones)
-
-
-def loss_of(model: Model, weights: dict) -> float:
-    return float(jax.jit(lambda weights: model.loss(weights, batch(), Language()).main)(weights))
 
 
 def test_only_what_transforms_add_is_trained(trained):

@@ -10,6 +10,7 @@ from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
+from megajax.models.retro import RetroConfig
 from megajax.optim.optimizer import OptimizerConfig
 from megajax.planning import memory
 from megajax.planning.memory import activation_bytes, memory_per_device
@@ -42,6 +43,20 @@ def test_estimate_leaves_out_what_is_computed_again(fields, elements, layers):
     working = (8 * D + 2 * F) * TOKENS * BYTES  # one layer as if nothing were recomputed
     assert estimate()[0] + working - estimate(**fields)[0] == layers * elements * TOKENS * BYTES
     assert estimate(**fields)[1] == 0
+
+
+def test_the_encoder_of_neighbours_is_counted():
+    """Of a token of it, in a layer: queries, keys, values, what attention gives, its weights; the two of the MLP; the
+    inputs and norms of both."""
+    config = RetroConfig(num_layers=3, embed_dim=D, num_heads=4, vocab_size=128, max_positions=32, mlp_dim=F,
+                         retrieval_layers=(1,), chunk_length=8, neighbour_length=16)  # fmt: skip
+    training = TrainingConfig(global_batch_size=8, sequence_length=32)
+    two, three = (
+        activation_bytes(Model(dataclasses.replace(config, encoder_layers=count)), MeshConfig(), training)[0]
+        for count in (2, 3)
+    )
+    of_token = 3 * D + D + 3 * 4 * 16 + 2 * F + 4 * D
+    assert three - two == TOKENS * (2 * 16 / 8) * of_token * BYTES
 
 
 def test_offloaded_activations_leave_the_device_for_the_host():

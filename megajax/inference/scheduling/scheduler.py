@@ -61,7 +61,7 @@ class Limits(NamedTuple):
     rows_beside: int = 0
     """Sequences that a call with prompts decodes."""
     step_seconds: Items[tuple[int, float]] = ()
-    """(sequences, seconds of a step of so many), ascending; empty: not measured."""
+    """(number of sequences, seconds of a step that decodes up to that many), ascending; empty: not measured."""
 
 
 class Scheduler:
