@@ -345,7 +345,7 @@ def _logits(model: Model, weights: dict, batch: Mapping[str, jax.Array]) -> jax.
 class _InMemory(OpenedModel):
     params: dict = dataclasses.field(default_factory=dict)
 
-    def restore(self, replaced: dict | None = None) -> dict:
+    def restore(self, replaced: dict | None = None, *, joins: bool = False) -> dict:
         return self.params
 
 

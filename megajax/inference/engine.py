@@ -6,6 +6,7 @@ Keys and values are in pages (inference/scheduling/pages.py), the scheduler deci
 """
 
 import dataclasses
+import functools
 import logging
 from collections import deque
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from megajax.inference.device.image_features import ImageFeatures
 from megajax.inference.device.memory import bytes_per_page, kept_sizes, longest_sequence, pool_sizes, visible_tokens
 from megajax.inference.device.programs import Drawn
 from megajax.inference.device.warm_up import Stage, staged
-from megajax.inference.device.weights import serving_weights
+from megajax.inference.device.weights import joined_layers, serving_weights
 from megajax.inference.draft import DraftModel, check_draft, check_guesses, check_same_tokens, check_states
 from megajax.inference.load import OpenedModel, open_model
 from megajax.inference.results import Output, Results, Stats
@@ -162,7 +163,8 @@ class Engine:
 
     def check_formats(self, params: dict) -> None:
         """Raises ValueError for parameters, or abstract ones, that are quantised in another way than those in use."""
-        if _formats(params) != _formats(self.params):
+        joined = jax.eval_shape(functools.partial(joined_layers, self.model), params)
+        if _formats(joined) != _formats(self.params):
             raise ValueError(
                 f"weight_dtype={self.serving.weight_dtype}: the new parameters are quantised in another way than those "
                 "that the engine was made with; make a new engine"
@@ -176,7 +178,7 @@ class Engine:
         """
         old = self.params
         self.params = {}
-        self.use(opened.restore(replaced=old))
+        self.use(opened.restore(replaced=old, joins=True))
 
     @staticmethod
     def from_run(
@@ -198,12 +200,12 @@ class Engine:
         serving.check()
         opened = open_model(run_dir, mesh, step, weights=serving.weight_dtype, devices=devices)
         opened.model.config.check_generates()
-        params = opened.restore()
+        params = opened.restore(joins=True)
         draft = None
         if draft_run is not None:
             small = open_model(draft_run, mesh, devices=devices)
             check_same_tokens(draft_run, small.tokenizer, opened.tokenizer)
-            draft = (small.model, small.restore())
+            draft = (small.model, small.restore(joins=True))
         parts = (opened.model, params, opened.mesh, opened.tokenizer)
         length = opened.source.config.training.sequence_length
         return Engine(*parts, start_ids=opened.start_ids, serving=serving, draft=draft, trained_length=length)

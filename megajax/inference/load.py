@@ -29,10 +29,10 @@ class OpenedModel:
     weights: WeightDtype = "auto"
     """How `restore` returns them."""
 
-    def restore(self, replaced: dict | None = None) -> dict:
+    def restore(self, replaced: dict | None = None, *, joins: bool = False) -> dict:
         """The weights, an array per layer, sharded over the mesh: matrices in the compute dtype, to which layers cast
-        them anyway, or as QuantizedWeights. replaced: see `restore_weights`."""
-        return restore_weights(self.source, self.model, self.mesh, self.weights, replaced)
+        them anyway, or as QuantizedWeights. replaced, joins: see `restore_weights`."""
+        return restore_weights(self.source, self.model, self.mesh, self.weights, replaced, joins=joins)
 
     def check(self) -> dict:
         """Reads all weights and keeps none -> abstract arrays like the result of `restore`. Raises ValueError if they

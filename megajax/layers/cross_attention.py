@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.layers.attention.multi_head import Attention, AttentionConfig, attention_options, dropout_of
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Activation, BranchConfig, Flops, Terms
-from megajax.layers.linear import side_by_side
+from megajax.layers.linear import SideBySide, side_by_side
 from megajax.layers.norm import Norm
 from megajax.layers.transformer import TransformerLayer, TransformerLayerConfig
 from megajax.mesh.config import MeshConfig
@@ -49,11 +49,14 @@ class CrossAttention(Attention):
         dropout = dropout_of(self.config, key)
         return self.out(attention(q_BTNH, *cache, segments=segments, dropout=dropout, **options)), cache, Terms()
 
+    @property
+    def side_by_side(self) -> SideBySide:
+        config = self.config
+        return SideBySide((self.key, self.value), (config.embed_dim, config.kv_heads, 1, config.head_dim), 2)
+
     def keys_and_values(self, encoded_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[B, S, K, H] each."""
-        config = self.config
-        shape = (config.embed_dim, config.kv_heads, 1, config.head_dim)
-        joined = side_by_side(encoded_BSD, (self.key, self.value), shape, axis=2)
+        joined = side_by_side(encoded_BSD, *self.side_by_side)
         k, v = (linear.add_bias(joined[..., i, :]) for i, linear in enumerate((self.key, self.value)))
         k, v = (checkpoint_name(constrain(a, "batch", "time", "kv_heads", None), "qkv") for a in (k, v))
         return k, v

@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +101,10 @@ class Linear(Matrix):
         return y
 
     @property
+    def is_multiplied_as_stored(self) -> bool:
+        return self.recipe is None and not self._num_merged
+
+    @property
     def _num_merged(self) -> int:
         """Up to the last transform that has to be merged, all are, so that they keep their order."""
         return max((n for n, transform in enumerate(self.transforms, 1) if not transform.has_output), default=0)
@@ -137,6 +142,15 @@ class GroupedLinear(Matrix):
         for transform in self.transforms:
             w = transform.grouped(self, w)
         return w
+
+
+class SideBySide(NamedTuple):
+    """Matrices that multiply the same input, as `side_by_side` takes them. A layer with such a property has an engine
+    store them as one (inference/device/weights.py)."""
+
+    linears: tuple[Linear, ...]
+    shape: tuple[int, ...]
+    axis: int
 
 
 def side_by_side(
@@ -193,6 +207,18 @@ def add_stacked_biases(y: jax.Array, linears: Sequence[Linear]) -> jax.Array:
     if not hasattr(linears[0], "bias"):
         return y
     return ops.add_bias(y, jnp.stack([linear.bias[...] for linear in linears]))
+
+
+def joinable(layer: nnx.Module) -> Iterator[tuple[list[str], tuple[int, ...], int]]:
+    """(names of the matrices, shape, axis) of each SideBySide in a layer whose matrices are multiplied as they are
+    stored."""
+    names = {id(part): ".".join(map(str, path)) for path, part in nnx.iter_modules(layer)}
+    for _, part in nnx.iter_modules(layer):
+        found = getattr(part, "side_by_side", None)
+        if found is None or len(found.linears) == 1:
+            continue
+        if all(linear.is_multiplied_as_stored for linear in found.linears):
+            yield [names[id(linear)] for linear in found.linears], found.shape, found.axis
 
 
 def matrices_of(layer: nnx.Module) -> Iterator[tuple[str, Matrix]]:

@@ -304,12 +304,16 @@ def _layer_to_serve(config):
 
 @functools.cache
 def _graphdef(config):
-    return nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(params=0))))[0]
+    return nnx.split(abstract_layer(config))[0]
 
 
 @functools.cache
 def _structure(config) -> Structure:
-    return Structure.of(nnx.split(nnx.eval_shape(lambda: config.build(nnx.Rngs(params=0))))[1])
+    return Structure.of(nnx.split(abstract_layer(config))[1])
+
+
+def abstract_layer(config: StackedConfig) -> nnx.Module:
+    return nnx.eval_shape(lambda: config.build(nnx.Rngs(params=0)))
 
 
 def merged_layers(configs: Sequence[StackedConfig], weights: dict) -> dict:

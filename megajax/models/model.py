@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import jax
@@ -20,7 +20,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops, LayerConfig
-from megajax.layers.stack import merged_layers, rows_of_kind
+from megajax.layers.linear import joinable
+from megajax.layers.stack import abstract_layer, merged_layers, rows_of_kind
 from megajax.layers.transform import LowPrecision, Transform, transforming
 from megajax.mesh.sharding import WEIGHT_AXES, num_parts, weight_shardings
 from megajax.models.counting import CountedParameter, counted_parameters
@@ -212,6 +213,16 @@ class Model:
             return PerLayer(tuple(array[i] for i in range(array.shape[0])))
 
         return jax.tree.map(split, weights, self.records, is_leaf=is_per_layer)
+
+    def joinable(self) -> Iterator[tuple[list[str], tuple[int, ...], int]]:
+        """(names of parameters, shape, axis) of the matrices that layers multiply side by side (layers/linear.py
+        `joinable`), for each kind of layer."""
+        module = self.module(self.abstract_weights)
+        for stack, rows in self.layer_rows.items():
+            name, kind = stack.split(".")
+            layer = abstract_layer(getattr(module, name).configs[rows.flat[0]])
+            for names, shape, axis in joinable(layer):
+                yield [f"{stack}.{matrix}" for matrix in names], shape, axis
 
     def merged(self, weights: dict) -> dict:
         """The weights of config.without_transforms, with the transforms of this model merged into them; without stages.

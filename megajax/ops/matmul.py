@@ -63,7 +63,38 @@ class ObservedWeight:
         return matmul(observe_arrays(x, self.seen, found), self.array, num_contracted)
 
 
-Weight = jax.Array | Float32Gradient | QuantizedWeight | ObservedWeight
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class JoinedWeight:
+    """A matrix that is stored side by side with others which multiply the same input, for programs that only read them:
+    the first of them has all of them, and the others have none. Only `matmul_side_by_side` takes it."""
+
+    weight: jax.Array | QuantizedWeight | None
+
+    @staticmethod
+    def of(weights: Sequence["Weight"], shape: Sequence[int], axis: int) -> "tuple[JoinedWeight, ...] | None":
+        """In the shape in which matmul_side_by_side gets them. None: they cannot be joined, as they have different
+        formats or inputs that are rounded with a scale of each."""
+        reshaped = [w.reshape(shape) for w in weights]
+        arrays = [w for w in reshaped if isinstance(w, jax.Array)]
+        quantized = [w for w in reshaped if isinstance(w, QuantizedWeight)]
+        joined = None
+        if len(arrays) == len(weights) and len({w.dtype for w in arrays}) == 1:
+            joined = jnp.concatenate(arrays, axis)
+        elif len(quantized) == len(weights):
+            joined = QuantizedWeight.joined(quantized, axis)
+        return None if joined is None else (JoinedWeight(joined), *[JoinedWeight(None)] * (len(weights) - 1))
+
+    def __getitem__(self, key: EllipsisType) -> "JoinedWeight":
+        assert key is Ellipsis, key
+        return self
+
+    def reshape(self, shape: Sequence[int]) -> "JoinedWeight":
+        """It has the shape of the product already."""
+        return self
+
+
+Weight = jax.Array | Float32Gradient | QuantizedWeight | ObservedWeight | JoinedWeight
 
 
 def changed(w: Weight, change: Callable[[jax.Array], jax.Array]) -> Weight:
@@ -73,6 +104,7 @@ def changed(w: Weight, change: Callable[[jax.Array], jax.Array]) -> Weight:
     if isinstance(w, QuantizedWeight):
         _log_whole()
         return change(w.matrix())
+    assert isinstance(w, jax.Array), type(w)
     return change(w)
 
 
@@ -95,6 +127,7 @@ def matmul(x: jax.Array, w: Weight, num_contracted: int = 1) -> jax.Array:
         return _with_float32_gradient(x, (w.array,), 0, num_contracted)
     if isinstance(w, QuantizedWeight | ObservedWeight):
         return w.multiply(x, num_contracted)
+    assert not isinstance(w, JoinedWeight)
     if is_in_8_bits(w):
         return _with_levels(x, w, num_contracted)
     contracted = w.shape[:num_contracted]
@@ -108,8 +141,11 @@ def matmul_side_by_side(x: jax.Array, weights: Sequence[Weight], axis: int, *, h
 
     weights: [D, ...], with equal shapes except along `axis` (D is 0), which must not be a dim that the mesh splits. The
     gradient of x is then one product too, instead of a sum of several. Without a gradient, and with few rows, they are
-    separate products: joining the weights copies them.
+    separate products: joining the weights copies them. JoinedWeights are one product.
     """
+    if isinstance(weights[0], JoinedWeight):
+        assert weights[0].weight is not None
+        return matmul(x, weights[0].weight)
     wide = tuple(w.array for w in weights if isinstance(w, Float32Gradient))
     plain = [w for w in weights if isinstance(w, jax.Array)]
     is_alone = not has_gradient or len(weights) not in (len(wide), len(plain))

@@ -60,6 +60,18 @@ class QuantizedWeight:
         values = self.values.reshape(*outputs.shape, self.values.shape[-1])
         return dataclasses.replace(self, values=values, scale=outputs)
 
+    @staticmethod
+    def joined(weights: Sequence["QuantizedWeight"], axis: int) -> "QuantizedWeight | None":
+        """Those of matrices with one dim of inputs, side by side along `axis` of the matrix; None if their formats
+        differ, or if each has an input scale of its own."""
+        formats = {(w.values.dtype, w.inputs) for w in weights}
+        if len(formats) > 1 or any(w.input_scale is not None for w in weights):
+            return None
+        values = jnp.concatenate([w.values for w in weights], axis - 1)
+        return dataclasses.replace(
+            weights[0], values=values, scale=jnp.concatenate([w.scale for w in weights], axis - 1)
+        )
+
     def matrix(self) -> jax.Array:
         """float32 [*K, *N]."""
         outputs = self.scale.ndim

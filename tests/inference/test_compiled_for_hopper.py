@@ -13,7 +13,7 @@ from megajax.inference.device import programs
 from megajax.inference.device.batches import Batches, Shapes
 from megajax.inference.device.executor import LARGEST_JOINED, decode_options, prefill_options
 from megajax.inference.device.programs import Rows
-from megajax.inference.device.weights import FORMATS
+from megajax.inference.device.weights import FORMATS, joined_layers
 from megajax.layers.attention.kv_cache import PoolSizes
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
@@ -39,6 +39,9 @@ def quantized(model, params, format):
         of = functools.partial(QuantizedWeight.of, num_inputs=record.num_inputs, format=format)
         return PerLayer(tuple(abstract(jax.eval_shape(of, b)) for b in a.arrays)) if record.is_quantizable else a
     return jax.tree.map(one, params, model.records, is_leaf=is_per_layer)
+
+def joined(model, params):
+    return abstract(jax.eval_shape(functools.partial(joined_layers, model), params))
 
 MiB = 2**20
 
@@ -66,16 +69,17 @@ def check(mlp_dim, *names):
     prompt, mixed = (
         (*batches.empty_prefill(*shapes.fitting_prefill(2048, 32, number)), np.bool_(False), None) for number in (0, 1)
     )
-    calls = {"one row": (params, decode, one_row, 2 * MiB), "prompt": (params, prefill, prompt, 64 * MiB),
-             "mixed": (params, prefill, mixed, 64 * MiB), "32 rows": (params, decode, many_rows, 8 * MiB)}
+    matrices = joined(model, params)
+    calls = {"one row": (matrices, decode, one_row, 2 * MiB), "prompt": (matrices, prefill, prompt, 64 * MiB),
+             "mixed": (matrices, prefill, mixed, 64 * MiB), "32 rows": (matrices, decode, many_rows, 8 * MiB)}
     for name, format in FORMATS.items():
-        calls[name] = (quantized(model, params, format), decode, one_row, 2 * MiB)
+        calls[name] = (joined(model, quantized(model, params, format)), decode, one_row, 2 * MiB)
     for name in names or calls:
         weights, function, given, large = calls[name]
         if function is decode:
-            options = decode_options(model, mesh, len(given[0].positions_B))
+            options = decode_options(model, weights, mesh, len(given[0].positions_B))
         else:
-            options = prefill_options(params, mesh, len(given[0].tokens_T))
+            options = prefill_options(weights, mesh, len(given[0].tokens_T))
         dump = tempfile.mkdtemp()
         compiled = jax.jit(function, donate_argnums=(1, 2)).lower(
             weights, caches, rows, *abstract(given)
@@ -101,8 +105,8 @@ with jax.set_mesh(mesh):
 def test_a_call_copies_no_weight_and_no_page(compile_for_hopper):
     assert compile_for_hopper(PROGRAM) == [
         "one row: 1000 True True []",
-        "prompt: None True True []",
-        "mixed: None True True []",
+        "prompt: 0 True True []",
+        "mixed: 0 True True []",
         "32 rows: 1000 True True []",
         "int8: 1000 True True []",
         "float8: 1000 True True []",

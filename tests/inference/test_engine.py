@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from joined import arrays_of
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.layout import recorded
 from megajax.config import Config
@@ -592,7 +593,7 @@ def test_new_weights_need_no_new_program_and_drop_the_prefix_cache(engine_of):
 
 def test_bfloat16_keeps_matrices_and_pages_in_bfloat16_and_norms_in_float32(make_test_mesh):
     engine = make_engine(SMALL, make_test_mesh(), precision=PrecisionConfig(compute="bfloat16"))
-    assert engine.params["layers"]["dense"]["attention"]["query"][0].dtype == jnp.bfloat16
+    assert engine.params["layers"]["dense"]["attention"]["query"][0].weight.dtype == jnp.bfloat16
     assert engine.params["final_norm"]["scale"].dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(engine.executor.caches)} == {jnp.dtype(jnp.bfloat16)}
 
@@ -708,9 +709,9 @@ def test_a_run_is_restored_from_any_step_onto_any_mesh(run_dir, step, mesh):
     engine = Engine.from_run(run_dir, mesh, step)
     assert engine.mesh.size == {None: 1, 1: 2, -1: 8}[mesh and mesh.data]
     assert engine.params["head"].sharding.shard_shape((32, 128)) == (32, 128 // (mesh.tensor if mesh else 1))
-    query = engine.params["layers"]["dense"]["attention"]["query"][1]
-    assert query.sharding.shard_shape((32, 4, 8)) == (32, 4 // (mesh.tensor if mesh else 1), 8)
-    params = engine.model.stacked(engine.params)
+    joined = engine.params["layers"]["dense"]["attention"]["query"][1].weight
+    assert joined.sharding.shard_shape(joined.shape)[1] == joined.shape[1] // (mesh.tensor if mesh else 1)
+    params = arrays_of(engine.params, engine.model.config)
     jax.tree.map(np.testing.assert_array_equal, params, random_params(engine.model, step or 2))
 
 
@@ -727,9 +728,9 @@ def test_the_draft_model_of_a_run_is_on_the_same_devices_and_has_the_same_tokens
     serving = dataclasses.replace(SERVING, draft_tokens=2)
     mesh = MeshConfig(tensor=2)
     engine = Engine.from_run(run_dir, mesh, 1, serving, draft_run=run_dir, devices=jax.devices()[4:])
-    query = engine.draft.params["layers"]["dense"]["attention"]["query"][0]
-    assert query.sharding.device_set == set(jax.devices()[4:6])
-    np.testing.assert_array_equal(query, random_params(engine.model, 2)["layers"]["dense"]["attention"]["query"][0])
+    out = engine.draft.params["layers"]["dense"]["attention"]["out"][0]
+    assert out.sharding.device_set == set(jax.devices()[4:6])
+    np.testing.assert_array_equal(out, random_params(engine.model, 2)["layers"]["dense"]["attention"]["out"][0])
     for other in (NullTokenizer(100), NullTokenizer(BytesTokenizer().vocab_size)):
         with pytest.raises(ValueError, match="draft_run=small has another tokenizer"):
             check_same_tokens("small", BytesTokenizer(), other)

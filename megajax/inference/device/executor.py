@@ -38,47 +38,49 @@ from megajax.training.compiler_options import accepted
 LOWERING = threading.Lock()  # two threads must not lower Pallas kernels at the same time (pallas_kernels/README.md)
 
 NVIDIA = "NVIDIA"  # in the names of its GPUs
-# XLA makes one product of those with the same input if their matrices together are smaller than this. It reads the
-# matrices where they are if each has a multiple of 64 columns; others it copies into one in every step (jaxlib 0.11.2).
+# XLA makes one product of those with the same input if their matrices together are smaller than this. Triton reads the
+# matrices where they are if each has a multiple of 64 columns; others, and all for cuBLAS, are copied into one in every
+# call (jaxlib 0.11.2).
 LARGEST_JOINED = "xla_gpu_dot_merger_threshold_mb"
 MULTIPLE = 64
-# Rows up to which it does: more were not measured.
-FEW_ROWS = 32
 # What a CUDA graph may hold: with WHILE and CONDITIONAL, all of a call. Without a graph the host waits for the device
 # at each condition: whether another step follows, and how tokens are sampled.
 IN_GRAPHS = "xla_gpu_enable_command_buffer"
 WHOLE_LOOP = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
-# Whether XLA tunes kernels of Triton for products, besides those of cuBLAS. With many tokens, or 8-bit matrices, this
-# takes long (up to 97 s for a product of 8,192 tokens), and cuBLAS wins in the end (one H200, jaxlib 0.11.2).
+# Whether XLA tunes kernels of Triton for products, besides those of cuBLAS. For prompts and for more than a few rows
+# this takes long (up to 97 s for a product of 8,192 tokens), and cuBLAS is as fast. But matrices in 8 bits are better
+# read by the product than converted in memory before it, unless there are many tokens.
 TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
+FEW_ROWS = 32
 MANY_TOKENS = 1024
 
 
-def decode_options(model: Model, mesh: Mesh, num_rows: int) -> dict[str, str]:
+def decode_options(model: Model, params: dict, mesh: Mesh, num_rows: int) -> dict[str, str]:
     """The compiler options of a decoding program, for NVIDIA GPUs."""
-    if NVIDIA not in mesh.devices.flat[0].device_kind:
-        return {}
-    options = {}
-    if any(columns % MULTIPLE for columns in _columns(model, mesh)):
-        options[LARGEST_JOINED] = "0"
-    elif num_rows <= FEW_ROWS:
-        options[LARGEST_JOINED] = "1000"
-    if mesh.size == 1:
-        options[IN_GRAPHS] = WHOLE_LOOP
-    return accepted(options, mesh)
+    joins = num_rows <= FEW_ROWS and not any(columns % MULTIPLE for columns in _columns(model, mesh))
+    return _options(mesh, joins=joins, tunes=num_rows <= FEW_ROWS or _reads_8_bits(params))
 
 
 def prefill_options(params: dict, mesh: Mesh, num_tokens: int) -> dict[str, str]:
     """The compiler options of a program for prompts, for NVIDIA GPUs."""
+    return _options(mesh, joins=False, tunes=num_tokens < MANY_TOKENS and _reads_8_bits(params))
+
+
+def _options(mesh: Mesh, *, joins: bool, tunes: bool) -> dict[str, str]:
     if NVIDIA not in mesh.devices.flat[0].device_kind:
         return {}
-    quantized = [w for w in jax.tree.leaves(params, is_leaf=is_quantized) if is_quantized(w)]
-    options = {}
-    if num_tokens >= MANY_TOKENS or any(w.inputs != "unchanged" for w in quantized):
+    options = {LARGEST_JOINED: "1000" if joins else "0"}
+    if not tunes:
         options[TRITON_PRODUCTS] = "False"
     if mesh.size == 1:
         options[IN_GRAPHS] = WHOLE_LOOP
     return accepted(options, mesh)
+
+
+def _reads_8_bits(params: dict) -> bool:
+    """Whether products read matrices in 8 bits, and inputs in the compute dtype."""
+    leaves = jax.tree.leaves(params, is_leaf=is_quantized)
+    return any(leaf.inputs == "unchanged" for leaf in leaves if is_quantized(leaf))
 
 
 def _encoded(model: Model, params: dict, patches: jax.Array, places: jax.Array, index_F: jax.Array) -> jax.Array:
@@ -229,7 +231,7 @@ class Executor:
 
     def _options(self, function, arguments: tuple) -> dict[str, str]:
         if function is self._decode:
-            return decode_options(self._model, self.mesh, len(arguments[3].positions_B))
+            return decode_options(self._model, arguments[0], self.mesh, len(arguments[3].positions_B))
         if function is self._prefill:
             return prefill_options(arguments[0], self.mesh, len(arguments[3].tokens_T))
         return {}
@@ -250,7 +252,7 @@ class Executor:
     @property
     def asks_for_graphs(self) -> bool:
         """Whether XLA is asked to make decoding programs CUDA graphs."""
-        return IN_GRAPHS in decode_options(self._model, self.mesh, 1)
+        return IN_GRAPHS in decode_options(self._model, {}, self.mesh, 1)
 
     def compilations(self, params: dict, batches: Batches, shapes: Shapes) -> dict[tuple, Compilation]:
         """By function and shape: each compiles a program, unless that has been done. They keep no arrays."""

@@ -28,7 +28,7 @@ from megajax.fields.ranges import PositiveInt
 from megajax.layers.attention.multi_head import AttentionConfig, attend, attention_options, rotated
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Activation, Branch, Flops, Terms
-from megajax.layers.linear import Linear, side_by_side
+from megajax.layers.linear import Linear, SideBySide, side_by_side
 from megajax.layers.norm import Norm, NormConfig
 from megajax.mesh.sharding import constrain
 from megajax.ops.matmul import dot_precision
@@ -166,14 +166,19 @@ class LatentAttention(nnx.Module):
             out_BTNV = attend(q_BTNH, k_BTNH, v_BTNV, config, inputs, key, options)
         return self.out(out_BTNV), cache, Terms()
 
+    @property
+    def side_by_side(self) -> SideBySide:
+        config = self.config
+        down = (self.key_value_down,) if config.q_rank is None else (self.key_value_down, self.query_down)
+        return SideBySide(down, (config.embed_dim, -1), 1)
+
     def _project(
         self, x_BTD: jax.Array, inputs: dict, *, has_gradient: bool
     ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
         """-> (queries [B, T, N, H + P], normalised latent [B, T, R], key of the positions [B, T, 1, P])."""
         config = self.config
         rank = config.kv_rank
-        down = (self.key_value_down,) if config.q_rank is None else (self.key_value_down, self.query_down)
-        joined = side_by_side(x_BTD, down, (config.embed_dim, -1), axis=1, has_gradient=has_gradient)
+        joined = side_by_side(x_BTD, *self.side_by_side, has_gradient=has_gradient)
         latents = checkpoint_name(joined, "latents")
         latent, position, of_queries = jnp.split(latents, (rank, rank + config.rope_dim), -1)
         latent_BTR = constrain(self.key_value_norm(latent), "batch", "time", None)

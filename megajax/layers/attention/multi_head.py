@@ -19,7 +19,7 @@ from megajax.layers.attention.kv_cache import PagedCache, PoolSizes
 from megajax.layers.attention.rope import apply_rope
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Activation, Branch, BranchConfig, Flops, Terms, check_divisible
-from megajax.layers.linear import Linear, input_axis, side_by_side
+from megajax.layers.linear import Linear, SideBySide, input_axis, side_by_side
 from megajax.layers.norm import Norm, NormConfig
 from megajax.mesh.config import MeshConfig
 from megajax.mesh.sharding import constrain
@@ -252,6 +252,13 @@ class Attention(nnx.Module):
             return norm(x_BTNH)
         return norm(x_BTNH.reshape(*x_BTNH.shape[:2], -1)).reshape(x_BTNH.shape)
 
+    @property
+    def side_by_side(self) -> SideBySide:
+        config = self.config
+        return SideBySide(
+            (self.query, self.key, self.value), (config.embed_dim, config.kv_heads, -1, config.head_dim), 2
+        )
+
     def _project(self, x_BTD: jax.Array, *, has_gradient: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries, keys and values, computed by one matmul: concatenated per key-value head, the dim that `tensor`
         splits."""
@@ -259,9 +266,7 @@ class Attention(nnx.Module):
         K = config.kv_heads
         H = config.head_dim
         heads = config.num_heads // K
-        linears = (self.query, self.key, self.value)
-        shape = (config.embed_dim, K, -1, H)
-        joined = side_by_side(x_BTD, linears, shape, axis=2, has_gradient=has_gradient)
+        joined = side_by_side(x_BTD, *self.side_by_side, has_gradient=has_gradient)
         q, k, v = jnp.split(joined, (heads, heads + 1), axis=3)
         q = self.query.add_bias(q.reshape(*x_BTD.shape[:2], config.num_heads, H))
         k = self.key.add_bias(k[..., 0, :])

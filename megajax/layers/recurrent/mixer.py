@@ -242,7 +242,7 @@ class RecurrentMixer(nnx.Module):
         training.
         """
         names = self.config.names
-        gate_BTHP, read, gates = self._project(x_BTD)
+        gate_BTHP, read, gates = self._project(x_BTD, has_gradient=cache is None)
         if cache is None:
             y_BTHP = self._mix(read, gates, inputs.get("segment_ids"))
         else:
@@ -251,15 +251,17 @@ class RecurrentMixer(nnx.Module):
         hidden = constrain(self.normed(y_BTHP, gate_BTHP), "batch", "time", "heads", None)
         return self.out(checkpoint_name(hidden, names.hidden)), cache, Terms()
 
-    def _project(self, x_BTD: jax.Array) -> tuple[jax.Array, Inputs[jax.Array], Any]:
+    def _project(self, x_BTD: jax.Array, *, has_gradient: bool) -> tuple[jax.Array, Inputs[jax.Array], Any]:
         """-> (gate, Inputs, gates of the heads)."""
         D = self.config.embed_dim
         sizes = self.sizes
         name = self.config.names.projected
         linears = self.inputs()
-        wide = side_by_side(x_BTD, (self.gate, linears.x), (D, 1, sizes.inner_dim), axis=1)
+        pair = (D, 1, sizes.inner_dim)
+        wide = side_by_side(x_BTD, (self.gate, linears.x), pair, axis=1, has_gradient=has_gradient)
         wide = checkpoint_name(constrain(wide, "batch", "time", None, "mlp"), name)
-        shared = side_by_side(x_BTD, (linears.b, linears.c), (D, 1, sizes.num_groups * sizes.state_dim), axis=1)
+        pair = (D, 1, sizes.num_groups * sizes.state_dim)
+        shared = side_by_side(x_BTD, (linears.b, linears.c), pair, axis=1, has_gradient=has_gradient)
         shared = checkpoint_name(shared, name)
         per_head = [checkpoint_name(getattr(self, gate)(x_BTD), name) for gate in self.gate_names]
 

@@ -23,44 +23,52 @@ CONFIG = DecoderConfig(num_layers=1, embed_dim=128, num_heads=4, head_dim=64, nu
                        vocab_size=100, position="rope", activation="swiglu", biases=("norm",))  # fmt: skip
 
 
+CUBLAS = {LARGEST_JOINED: "0", TRITON_PRODUCTS: "False"}
+TRITON = {LARGEST_JOINED: "0"}
+
+
+def params_of(inputs: str | None) -> dict:
+    """With a matrix in 8 bits, and inputs in this form, unless it is None."""
+    matrix = jnp.ones((32, 32))
+    up = QuantizedWeight.of(matrix, 1, WeightFormat("int8", inputs)) if inputs else matrix
+    return {"norm": matrix[0], "up": up}
+
+
 @pytest.mark.parametrize(
-    ("mlp_dim", "tensor", "num_rows", "wanted"),
+    ("mlp_dim", "tensor", "num_rows", "inputs", "wanted"),
     [
-        (256, 1, 32, {LARGEST_JOINED: "1000", IN_GRAPHS: WHOLE_LOOP}),
-        (256, 1, 64, {IN_GRAPHS: WHOLE_LOOP}),
-        (256, 2, 2, {LARGEST_JOINED: "1000"}),
-        (192, 1, 2, {LARGEST_JOINED: "1000", IN_GRAPHS: WHOLE_LOOP}),
-        (192, 2, 2, {LARGEST_JOINED: "0"}),
-        (200, 1, 64, {LARGEST_JOINED: "0", IN_GRAPHS: WHOLE_LOOP}),
+        (256, 1, 32, None, {LARGEST_JOINED: "1000", IN_GRAPHS: WHOLE_LOOP}),
+        (256, 1, 64, None, CUBLAS | {IN_GRAPHS: WHOLE_LOOP}),
+        (256, 1, 64, "dynamic", CUBLAS | {IN_GRAPHS: WHOLE_LOOP}),
+        (256, 1, 64, "unchanged", TRITON | {IN_GRAPHS: WHOLE_LOOP}),
+        (256, 2, 2, None, {LARGEST_JOINED: "1000"}),
+        (192, 1, 2, None, {LARGEST_JOINED: "1000", IN_GRAPHS: WHOLE_LOOP}),
+        (192, 2, 2, None, TRITON),
+        (200, 1, 2, None, TRITON | {IN_GRAPHS: WHOLE_LOOP}),
     ],
 )
 def test_few_rows_join_products_where_the_widths_of_a_device_allow_it_and_one_device_decodes_in_a_graph(
-    mlp_dim, tensor, num_rows, wanted, make_test_mesh, monkeypatch
+    mlp_dim, tensor, num_rows, inputs, wanted, make_test_mesh, monkeypatch
 ):
     mesh = make_test_mesh(tensor=tensor)
     model = Model(dataclasses.replace(CONFIG, mlp_dim=mlp_dim))
-    assert decode_options(model, mesh, num_rows) == {}  # on CPU
+    params = params_of(inputs)
+    assert decode_options(model, params, mesh, num_rows) == {}  # on CPU
     monkeypatch.setattr(executor, "NVIDIA", mesh.devices.flat[0].device_kind)
-    assert decode_options(model, mesh, num_rows) == wanted
+    assert decode_options(model, params, mesh, num_rows) == wanted
 
 
 @pytest.mark.parametrize(
-    ("inputs", "num_tokens", "only_cublas"),
-    [(None, 256, False), (None, 4096, True), ("unchanged", 256, False), ("dynamic", 64, True)],
+    ("inputs", "num_tokens", "wanted"),
+    [(None, 64, CUBLAS), ("unchanged", 256, TRITON), ("unchanged", 4096, CUBLAS), ("dynamic", 64, CUBLAS)],
 )
-def test_prompts_are_one_graph_and_tune_no_triton_products_that_take_long(
-    inputs, num_tokens, only_cublas, make_test_mesh, monkeypatch
+def test_prompts_are_one_graph_and_tune_triton_products_only_for_few_tokens_and_8_bits(
+    inputs, num_tokens, wanted, make_test_mesh, monkeypatch
 ):
     mesh = make_test_mesh()
-    matrix = jnp.ones((32, 32))
-    params = {
-        "norm": matrix[0],
-        "up": QuantizedWeight.of(matrix, 1, WeightFormat("int8", inputs)) if inputs else matrix,
-    }
-    assert prefill_options(params, mesh, num_tokens) == {}  # on CPU
+    assert prefill_options(params_of(inputs), mesh, num_tokens) == {}  # on CPU
     monkeypatch.setattr(executor, "NVIDIA", mesh.devices.flat[0].device_kind)
-    wanted = {TRITON_PRODUCTS: "False"} if only_cublas else {}
-    assert prefill_options(params, mesh, num_tokens) == wanted | {IN_GRAPHS: WHOLE_LOOP}
+    assert prefill_options(params_of(inputs), mesh, num_tokens) == wanted | {IN_GRAPHS: WHOLE_LOOP}
 
 
 def test_jaxlib_knows_the_options(make_test_mesh):

@@ -114,7 +114,7 @@ def test_new_weights_are_quantised_and_need_no_new_program(engine, run_dir):
     expected = engine.generate_tokens(PROMPTS, GREEDY)
     programs = dict(engine.executor.compiled)
     engine.use(jax.device_put(random_params(engine.model, 2)))
-    loaded = open_model(run_dir, step=2, weights=engine.serving.weight_dtype).restore()
+    loaded = open_model(run_dir, step=2, weights=engine.serving.weight_dtype).restore(joins=True)
     jax.tree.map(np.testing.assert_array_equal, engine.params, loaded)
     assert engine.generate_tokens(PROMPTS, GREEDY) != expected
     engine.use(old)
@@ -127,7 +127,7 @@ def test_new_weights_are_quantised_and_need_no_new_program(engine, run_dir):
 
 def test_any_mesh_quantises_to_the_same_numbers(engine, run_dir):
     mesh = MeshConfig(tensor=2, fsdp=2)
-    params = open_model(run_dir, mesh, 1, weights=engine.serving.weight_dtype).restore()
+    params = open_model(run_dir, mesh, 1, weights=engine.serving.weight_dtype).restore(joins=True)
     down = params["layers"]["dense"]["mlp"]["down"][0].values
     assert down.shape == (32, 64) and down.sharding.shard_shape(down.shape) == (16, 32)
     jax.tree.map(np.testing.assert_array_equal, params, engine.params)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorstore
 
+from joined import arrays_of
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.config import Config
 from megajax.inference.device import weights
@@ -84,19 +85,21 @@ def test_arrays_are_those_that_were_saved_whatever_the_layout(params, run_dir, t
     """As one array for all layers; on a mesh; and in the rows of a pipeline, with padding."""
     expected = jax.tree.map(np.asarray, params)
     for mesh in (MeshConfig(), MeshConfig(tensor=2, fsdp=2)):
-        opened = open_model(run_dir, mesh)
-        jax.tree.map(np.testing.assert_array_equal, opened.model.stacked(opened.restore()), expected)
+        found = open_model(run_dir, mesh).restore(joins=True)
+        joined = found["layers"]["dense"]["attention"]["query"][0].weight
+        assert joined.addressable_shards[0].data.size == joined.size // mesh.num_devices
+        jax.tree.map(np.testing.assert_array_equal, arrays_of(found, MODEL), expected)
     rows = np.array([[*range(6), -1], [*range(12, 18), -1], [*range(6, 12), -1], [*range(18, 24), -1]])
     save(tmp_path, params | {"layers": jax.tree.map(lambda a: a[rows], params["layers"])}, layer_rows=rows)
     opened = open_model(tmp_path)
-    jax.tree.map(np.testing.assert_array_equal, opened.model.stacked(opened.restore()), expected)
+    jax.tree.map(np.testing.assert_array_equal, arrays_of(opened.restore(joins=True), MODEL), expected)
 
 
 def test_new_weights_take_the_place_of_the_old_ones(run_dir, peaks):
     opened = open_model(run_dir)
-    old = opened.restore()
+    old = opened.restore(joins=True)
     before = nbytes(jax.live_arrays())
-    new = opened.restore(replaced=old)
+    new = opened.restore(replaced=old, joins=True)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
     assert max(peaks) < before + LARGEST < before + nbytes(new) / 10
 
