@@ -102,32 +102,36 @@ class Results:
             self._read_runs(work.beside, of_beside)
         if of_prompt is not None:
             self._read_prompt(work, jax.tree.map(np.asarray, of_prompt))
+        tokens_M = drawn.tokens.tolist()
         for number, chunk in enumerate(chunk for chunk in work.chunks if chunk.is_last):
-            self._add(chunk.sequence, jax.tree.map(lambda a, n=number: a[n : n + 1], drawn))
+            self._add(chunk.sequence, [tokens_M[number]], drawn, [(number,)])
 
     def _read_runs(self, runs: Items[Run], drawn: Drawn) -> None:
-        """drawn: [steps, rows]."""
+        """drawn: [steps, rows]; several steps of the row of a run, or with a draft one step, with a row for each
+        token."""
+        tokens_SB = drawn.tokens.tolist()
         row = 0
         for run in runs:
-            self._read_run(run, jax.tree.map(lambda a, row=row: a[:, row:], drawn))
+            if run.draft:
+                places = [(0, row + number) for number in range(run.count)]
+            else:
+                places = [(step, row) for step in range(run.count)]
+            tokens = [tokens_SB[step][at] for step, at in places]
+            count = self._accept(run, tokens) if run.draft else run.count
+            self._add(run.sequence, tokens[:count], drawn, places)
             row += 1 + len(run.draft)
 
-    def _read_run(self, run: Run, drawn: Drawn) -> None:
-        """drawn: [steps, rows], from the first row of the run on: several steps of one row, or with a draft one step,
-        with a row for each token."""
-        if not run.draft:
-            return self._add(run.sequence, jax.tree.map(lambda a: a[: run.count, 0], drawn))
-        drawn = jax.tree.map(lambda a: a[0, : run.count], drawn)
-        pairs = zip(run.draft, drawn.tokens.tolist(), strict=False)
+    def _accept(self, run: Run, tokens: list[int]) -> int:
+        """The number of tokens that were computed for right guesses, and one more."""
+        pairs = zip(run.draft, tokens, strict=False)
         accepted = next((number for number, (guess, token) in enumerate(pairs) if guess != token), len(run.draft))
-        if run.sequence.is_finished:
-            return
-        self.num_drafted += len(run.draft)
-        self.num_accepted += accepted
-        run.sequence.num_pending -= len(run.draft) - accepted
-        run.sequence.num_written -= len(run.draft) - accepted
-        run.sequence.num_drafted -= len(run.draft) - accepted
-        self._add(run.sequence, jax.tree.map(lambda a: a[: accepted + 1], drawn))
+        if not run.sequence.is_finished:
+            self.num_drafted += len(run.draft)
+            self.num_accepted += accepted
+            run.sequence.num_pending -= len(run.draft) - accepted
+            run.sequence.num_written -= len(run.draft) - accepted
+            run.sequence.num_drafted -= len(run.draft) - accepted
+        return accepted + 1
 
     def _read_prompt(self, work: Prefill, of_prompt: Logprobs) -> None:
         token = 0
@@ -140,15 +144,15 @@ class Results:
                     found.append(_token_logprobs(target, of_prompt, place, request.sampling.prompt_logprobs))
             token += chunk.end - chunk.start
 
-    def _add(self, sequence: Sequence, drawn: Drawn) -> None:
-        """Adds new tokens to a sequence, up to the one that ends it."""
+    def _add(self, sequence: Sequence, new: Items[int], drawn: Drawn, places: Items[tuple[int, ...]]) -> None:
+        """Adds new tokens to a sequence, up to the one that ends it. places: of each in the arrays of drawn."""
         if sequence.is_finished:
             return
         sampling = sequence.request.sampling
         tokens: list[int] = []
         logprobs: list[TokenLogprobs] | None = None if sampling.logprobs is None else []
         text = ""
-        for step, token in enumerate(drawn.tokens.tolist()):
+        for place, token in zip(places, new, strict=False):
             sequence.num_pending -= 1
             if len(sequence.tokens) == sequence.limit:  # max_tokens is 0
                 return self._finish(sequence, tokens, text, logprobs, "length", None)
@@ -158,10 +162,10 @@ class Results:
             tokens.append(token)
             sequence.tokens.append(token)
             if drawn.guesses is not None:
-                sequence.guesses = tuple(drawn.guesses[step].tolist())
+                sequence.guesses = tuple(drawn.guesses[place].tolist())
             self.num_generated += 1
             if logprobs is not None:
-                logprobs.append(_token_logprobs(token, drawn.logprobs, step, sampling.logprobs))
+                logprobs.append(_token_logprobs(token, drawn.logprobs, place, sampling.logprobs))
             stream = self.texts.get(sequence)
             if stream is not None:
                 text += stream.add(token)
@@ -184,6 +188,6 @@ class Results:
         self._outputs.append(Output(sequence.request, sequence.index, *arguments))
 
 
-def _token_logprobs(token: int, found: Logprobs, place: int, count: int | None) -> TokenLogprobs:
-    pairs = zip(found.top_ids_BK[place, :count].tolist(), found.top_BK[place, :count].tolist(), strict=True)
+def _token_logprobs(token: int, found: Logprobs, place: int | tuple[int, ...], count: int | None) -> TokenLogprobs:
+    pairs = zip(found.top_ids_BK[place][:count].tolist(), found.top_BK[place][:count].tolist(), strict=True)
     return TokenLogprobs(token, float(found.chosen_B[place]), list(pairs))

@@ -3,6 +3,7 @@
 Letters as in inference/device/programs.py.
 """
 
+import operator
 from collections.abc import Collection
 from collections.abc import Sequence as Items
 from typing import NamedTuple
@@ -132,6 +133,8 @@ class Batches:
         self.vocab_size = vocab_size
         self.inputs = frozenset(inputs)
         self.features = features
+        self._latest: dict[int, tuple[tuple[Sequence, ...], RowSampling[np.ndarray]]] = {}
+        """Of the last call with this number of rows: its sequences, and their settings."""
 
     # ------------------------------------------------------------------ decoding
 
@@ -143,14 +146,16 @@ class Batches:
 
     def _decode(self, runs: Items[Run], num_rows: int, num_pages: int) -> tuple[HostDecodeBatch, HostChooser]:
         rows = [(run, offset) for run in runs for offset in range(1 + len(run.draft))]
-        tokens_B, positions_B, ends_B = ints = np.zeros((3, num_rows), np.int32)
+        found = []
         table_BP = np.zeros((num_rows, num_pages), np.int32)
         for number, (run, offset) in enumerate(rows):
             sequence = run.sequence
             newest = sequence.tokens[run.start] if run.start < len(sequence.tokens) else -1
             token = run.draft[offset - 1] if offset else newest
-            ints[:, number] = (token, run.start + offset, run.start + run.count)
+            found.append((token, run.start + offset, run.start + run.count))
             table_BP[number, : len(sequence.pages)] = sequence.pages
+        padding = [(0, 0, 0)] * (num_rows - len(rows))
+        tokens_B, positions_B, ends_B = np.array(found + padding, np.int32).T.copy()
         deltas_B = self._deltas([run.sequence for run, _ in rows], num_rows)
         return DecodeBatch(tokens_B, positions_B, ends_B, table_BP, deltas_B), self.chooser(
             [run.sequence for run, _ in rows], num_rows
@@ -277,8 +282,6 @@ class Batches:
     def chooser(self, sequences: Items[Sequence], num_rows: int) -> HostChooser:
         """One row per sequence, then padding."""
         padding = num_rows - len(sequences)
-        settings = [sequence.request.sampling for sequence in sequences] + [Sampling(temperature=0.0)] * padding
-        indices = [sequence.index for sequence in sequences] + [0] * padding
         rows_B = np.array([sequence.row for sequence in sequences] + [self.sizes.num_rows] * padding, np.int32)
         mask_BW = np.zeros((num_rows, -(-self.vocab_size // 32)), np.uint32)
         has_mask_B = np.zeros(num_rows, bool)
@@ -286,4 +289,15 @@ class Batches:
             if sequence.matcher is not None:
                 mask_BW[number] = sequence.matcher.mask()
                 has_mask_B[number] = True
-        return Chooser(rows_B, RowSampling.of(settings, indices), mask_BW, has_mask_B)
+        return Chooser(rows_B, self._sampling(sequences, num_rows), mask_BW, has_mask_B)
+
+    def _sampling(self, sequences: Items[Sequence], num_rows: int) -> RowSampling[np.ndarray]:
+        """Made once for a call after the other with the same sequences."""
+        known, sampling = self._latest.get(num_rows, ((), None))
+        if sampling is None or len(known) != len(sequences) or any(map(operator.is_not, known, sequences)):
+            padding = num_rows - len(sequences)
+            settings = [sequence.request.sampling for sequence in sequences] + [Sampling(temperature=0.0)] * padding
+            indices = [sequence.index for sequence in sequences] + [0] * padding
+            sampling = RowSampling.of(settings, indices)
+            self._latest[num_rows] = (tuple(sequences), sampling)
+        return sampling
