@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 PREFIX = "hugging_face:"
 """Before the path of a folder, or the name of what the hub has."""
+CARD = "README.md"
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt")
-MODEL_FILES = ("*.safetensors", "README.md", *TOKENIZER_FILES)
+MODEL_FILES = ("*.safetensors", CARD, *TOKENIZER_FILES)
 OTHER_FILES = ["*/*", "consolidated*"]  # other formats in folders of their own, and a second copy of Mistral's weights
 
 
@@ -50,17 +51,23 @@ def name_of(folder: str | Path) -> Name | None:
     return found and Name(found[1].replace("--", "/", 1), found[2])
 
 
+def dataset_commit(named: str) -> str:
+    """The commit of a dataset, ORG/NAME[@REVISION]; without a network, the newest in the cache. Raises ValueError, in
+    one line, if there is none."""
+    return Path(_downloaded(named, (CARD,), "dataset")).name
+
+
 @functools.cache
-def _downloaded(named: str, files: tuple[str, ...]) -> str:
+def _downloaded(named: str, files: tuple[str, ...], kind: str = "model") -> str:
     repo, _, revision = named.partition("@")
-    with problems(named) as hub:
+    with problems(named, kind) as hub:
         return hub.snapshot_download(
-            repo, revision=revision or None, allow_patterns=list(files), ignore_patterns=OTHER_FILES
+            repo, repo_type=kind, revision=revision or None, allow_patterns=list(files), ignore_patterns=OTHER_FILES
         )
 
 
 @contextlib.contextmanager
-def problems(named: str) -> Iterator:
+def problems(named: str, kind: str = "model") -> Iterator:
     """huggingface_hub, whose errors become one ValueError each."""
     try:
         import huggingface_hub
@@ -69,7 +76,7 @@ def problems(named: str) -> Iterator:
         raise ValueError(
             f"{PREFIX}{named}: no folder on this machine is called {named}; to use the hub, pip install 'megajax[hub]'"
         ) from None
-    page = f"{constants.ENDPOINT}/{named.partition('@')[0]}"
+    page = f"{constants.ENDPOINT}/{'datasets/' * (kind == 'dataset')}{named.partition('@')[0]}"
     token = "set HF_TOKEN or run hf auth login"
     try:
         yield huggingface_hub
@@ -84,7 +91,8 @@ def problems(named: str) -> Iterator:
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
         problem = (
             f"neither a folder on this machine nor in the cache of huggingface_hub, and {page} cannot be reached; "
-            f"where it can, run hf download {named.replace('@', ' --revision ')} --local-dir DIR, and copy DIR"
+            f"where it can, run hf download {named.replace('@', ' --revision ')} --repo-type {kind} --local-dir DIR, "
+            "and copy DIR"
         )
     except (OSError, errors.HTTPError) as error:
         problem = f"{page}: {' '.join(str(error).split())}"

@@ -14,7 +14,6 @@ from megajax.training.reporting.metrics import read_metrics
 from megajax.weights.hugging_face.adapter import is_adapter
 from megajax.weights.hugging_face.adapter_export import base_folder
 
-CARD = "README.md"
 NAME = "ORG/NAME"
 """Stands in a card until it is uploaded."""
 LICENCE = ("license", "license_name", "license_link")
@@ -31,7 +30,7 @@ model = AutoPeftModelForCausalLM.from_pretrained("{name}")"""
 
 def write_card(folder: Path, run_dir: str | Path | None = None, step: int = 0) -> None:
     """Writes the card of a folder that was exported from a step of a run, unless it has one. run_dir: None: unknown."""
-    if (folder / CARD).exists():
+    if (folder / hub.CARD).exists():
         return
     head: dict[str, Any] = {"library_name": "peft" if is_adapter(folder) else "transformers", "tags": ["megajax"]}
     rows: dict[str, str] = {}
@@ -56,7 +55,7 @@ def write_card(folder: Path, run_dir: str | Path | None = None, step: int = 0) -
         f"--config={hub.PREFIX}{NAME}` to train it further.",
         f"## Recipe\nWhat differs from the defaults of megajax:\n```\n{recipe}\n```" if recipe else "",
     ]
-    (folder / CARD).write_text("\n\n".join(filter(None, parts)) + "\n")
+    (folder / hub.CARD).write_text("\n\n".join(filter(None, parts)) + "\n")
 
 
 def _base(run_dir: Path, config: Config) -> tuple[dict[str, Any], dict[str, str]]:
@@ -76,7 +75,7 @@ def _base(run_dir: Path, config: Config) -> tuple[dict[str, Any], dict[str, str]
 def _metadata(folder: Path) -> dict[str, Any]:
     """The YAML at the beginning of a card; {} without one."""
     try:
-        _, text, _ = (folder / CARD).read_text(encoding="utf-8").split("---\n", 2)
+        _, text, _ = (folder / hub.CARD).read_text(encoding="utf-8").split("---\n", 2)
         found = yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError):
         return {}

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from megajax import hub
 from megajax.checkpoint.steps import find_step
-from megajax.convert.card import CARD, NAME, write_card
+from megajax.convert.card import NAME, write_card
 from megajax.convert.hugging_face import ExportOptions
 from megajax.terminal.command_line import POSITIONAL, errors_in_one_line, parse
 from megajax.weights.hugging_face.adapter import is_adapter
@@ -57,7 +57,7 @@ class Options:
 
     def _upload(self, folder: Path, name: str) -> None:
         write_card(folder)
-        card = folder / CARD
+        card = folder / hub.CARD
         card.write_text(card.read_text(encoding="utf-8").replace(NAME, name), encoding="utf-8")
         message = f"Upload {Path(self.run).resolve().name} of megajax"
         with hub.problems(name) as hugging_face:

@@ -6,6 +6,7 @@ import hashlib
 import http.server
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -16,10 +17,12 @@ import yaml
 from huggingface_hub import constants
 
 import infer
+import megajax
 import train
 from megajax import hub
 from megajax.convert.hugging_face import main as convert
 from megajax.convert.push import main as push
+from megajax.data.preprocess import main as preprocess
 from megajax.weights.hugging_face.recipe import fine_tuning
 from megajax.weights.sources import open_source
 
@@ -58,7 +61,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         path = urllib.parse.unquote(self.path.partition("?")[0])
         self.server.requests.append(path)
         self.server.tokens.add(self.headers.get("Authorization"))
-        words = path.strip("/").removeprefix("api/models/").split("/")
+        words = re.sub("^/(api/)?(models/|datasets/)?", "", path).split("/")
         repo = "/".join(words[:2])
         if repo == "org/gated":
             return self.answer(b"", 403, {"X-Error-Code": "GatedRepo"})
@@ -68,7 +71,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if words[2:] and words[3] not in ("main", "v1", commit):
             return self.answer(b"", 404, {"X-Error-Code": "RevisionNotFound"})
         if words[2:3] == ["resolve"]:
-            content = files["/".join(words[4:])]
+            content = files.get("/".join(words[4:]))
+            if content is None:
+                return self.answer(b"", 404, {"X-Error-Code": "EntryNotFound"})
             return self.answer(content, of={"ETag": hashlib.sha1(content).hexdigest(), "X-Repo-Commit": commit})
         if words[2:3] == ["tree"]:
             return self.answer(
@@ -168,7 +173,7 @@ def test_what_cannot_be_downloaded_is_one_line_that_says_what_to_do(server, llam
             train.main([f"--config=hugging_face:{name}", "--plan"])
         assert str(error.value).startswith(f"hugging_face:{name}: ") and "\n" not in str(error.value)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=r"cannot be reached; .* run hf download org/known --local-dir DIR"):
+    with pytest.raises(ValueError, match="cannot be reached; .* run hf download org/known --repo-type model"):
         hub.local("hugging_face:org/known")
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(
@@ -248,3 +253,32 @@ def test_a_run_is_pushed_with_a_card_and_comes_back(server, tuned, llama_folder,
         with pytest.raises(SystemExit):
             push(arguments)
         assert message in capsys.readouterr().err
+
+
+SAMPLES = """
+import json, sys
+import megajax
+data = megajax.Run(megajax.recipe("gpt_tiny", json.loads(sys.argv[1]))).datasets
+print(json.dumps([data.train[i]["tokens"].tolist() for i in range(len(data.train))]))
+"""
+
+
+def test_a_dataset_of_the_hub_is_tokenized_once_and_then_needs_no_network(server, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = "".join(json.dumps({"text": f"line {i} of the text", "id": i}) + "\n" for i in range(40))
+    server.files["org/text"] = {"README.md": b"# text", "train.jsonl": lines.encode(), "test.jsonl": b"{}"}
+    (tmp_path / "local.jsonl").write_text(lines)
+    preprocess(["--input", "local.jsonl", "--output_prefix", "local"])
+    fields = {"data.tokenizer": "bytes", "training.steps": 3, "training.sequence_length": 32}
+
+    def samples(path: str, **environment: str) -> list[list[int]]:
+        command = [sys.executable, "-c", SAMPLES, json.dumps(fields | {"data.paths": path})]
+        found = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+        assert found.returncode == 0, found.stderr
+        return json.loads(found.stdout)
+
+    data = megajax.Run(megajax.recipe("gpt_tiny", fields | {"data.paths": "local"})).datasets
+    wanted = [data.train[i]["tokens"].tolist() for i in range(len(data.train))]
+    settings = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "home")}
+    assert samples("hugging_face:org/text", HF_HUB_OFFLINE="0", **settings) == wanted
+    assert samples("hugging_face:org/text", HF_HUB_OFFLINE="1", **settings) == wanted
