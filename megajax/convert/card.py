@@ -85,7 +85,9 @@ def _metadata(folder: Path) -> dict[str, Any]:
 def _training(run_dir: Path, config: Config, step: int) -> dict[str, str]:
     data, training = config.data, config.training
     named = prefixes(read_blend(data.paths)) if data.paths else data.text or (data.source,)
-    tokens = sum(file.get("tokens", 0) for file in read_json(str(run_dir / "data.json")).get("files", []))
+    record = read_json(str(run_dir / "data.json"))
+    named = ("batches of a program",) if "batches" in record else named
+    tokens = sum(file.get("tokens", 0) for file in record.get("files", []))
     lines = [line for _, line in read_metrics(run_dir / "metrics.jsonl") if line and line["step"] <= step]
     batch = f"{training.global_batch_size} sequences of {training.sequence_length:,} tokens"
     rows = {"data": ", ".join(Path(name).name for name in named) + (f" ({tokens:,} tokens)" if tokens else "")}

@@ -356,6 +356,7 @@ _FIELDS = {
     "split": "data.split",
     "weights": "data.paths",
     "changes": "data.blend_changes",
+    "batches": "train(batches=...)",
 }
 
 
