@@ -88,7 +88,7 @@ def problems(named: str, kind: str = "model") -> Iterator:
         problem = f"neither a folder on this machine nor, for this user, on {page}; if it is private, {token}"
     except errors.RevisionNotFoundError:
         problem = f"{page} has no such revision"
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+    except errors.LocalEntryNotFoundError:
         problem = (
             f"neither a folder on this machine nor in the cache of huggingface_hub, and {page} cannot be reached; "
             f"where it can, run hf download {named.replace('@', ' --revision ')} --repo-type {kind} --local-dir DIR, "

@@ -255,6 +255,24 @@ def test_a_run_is_pushed_with_a_card_and_comes_back(server, tuned, llama_folder,
         assert message in capsys.readouterr().err
 
 
+def test_an_adapter_names_its_base_on_the_hub(server, llama_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    server.add("org/base", llama_folder)
+    server.files["org/base"]["README.md"] = b"---\nlicense: mit\n---\n"
+    (tmp_path / "chat.jsonl").write_text((json.dumps({"prompt": "hello", "completion": "hello hello"}) + "\n") * 40)
+    train.main([
+        "--config=hugging_face:org/base", "--run_dir=run", "--data.paths=chat.jsonl", "--lora.rank=2",
+        "--training.steps=1", "--training.sequence_length=32", "--training.eval_every_steps=0",
+    ])  # fmt: skip
+    push(["run", "org/adapter"])
+    options = json.loads(server.files["org/adapter"]["adapter_config.json"])
+    assert options["base_model_name_or_path"] == "org/base" and options["revision"] == server.commit("org/base")
+    card = server.files["org/adapter"]["README.md"].decode()
+    assert "library_name: peft" in card and "base_model: org/base" in card and "license: mit" in card
+    opened = open_source("hugging_face:org/adapter")
+    assert opened.config.lora.rank == 2 and hub.name_of(opened.path).repo == "org/base"
+
+
 SAMPLES = """
 import json, sys
 import megajax
