@@ -123,7 +123,7 @@ class IterableSource:
         form = self._form_of()
         if not isinstance(form, GptFormat):
             raise ValueError("batches: texts are for task.kind=language; give batches {name: array} like run.batch(0)")
-        samples = [form.arrays(self._sample(items), self._length) for _ in range(size)]
+        samples = [form.arrays(*self._sample(items)) for _ in range(size)]
         return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 
     def _checked(self, item: Mapping, size: int) -> dict[str, np.ndarray]:
@@ -132,8 +132,9 @@ class IterableSource:
             raise ValueError(f"batches: a batch of this step has {size} sequences, and not {wrong}")
         return batch
 
-    def _sample(self, items: Iterator[Any]) -> list[np.ndarray]:
-        """The parts of documents that are the next T + 1 tokens. The last is also the first of the next sample."""
+    def _sample(self, items: Iterator[Any]) -> tuple[np.ndarray, np.ndarray]:
+        """(the next T + 1 tokens, of which the last is also the first of the next sample; the lengths of the parts of
+        documents in them)."""
         parts = []
         missing = self._length + 1
         while missing:
@@ -144,7 +145,7 @@ class IterableSource:
             if len(document) >= missing:
                 self._left.appendleft(document[missing - 1 :])
             missing -= len(parts[-1])
-        return parts
+        return np.concatenate(parts), np.array([len(part) for part in parts])
 
     def _encoded(self, item: Any) -> np.ndarray:
         text = item.get("text") if isinstance(item, Mapping) else item

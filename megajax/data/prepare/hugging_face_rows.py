@@ -33,12 +33,17 @@ class Rows(NamedTuple):
         return os.path.isdir(self.name)
 
     @property
+    def files(self) -> list[str]:
+        """Those of a folder."""
+        return sorted(str(path) for path in Path(self.name).rglob("*") if path.is_file())
+
+    @property
     def version(self) -> Any:
         """What changes with the content, as JSON: the commit on the hub, names, sizes and times of files."""
         if not self.is_local:
             return hub.dataset_commit(self.name)
-        files = sorted(path for path in Path(self.name).rglob("*") if path.is_file())
-        return [(str(path.relative_to(self.name)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+        stats = ((path, os.stat(path)) for path in self.files)
+        return [(os.path.relpath(path, self.name), stat.st_size, stat.st_mtime_ns) for path, stat in stats]
 
     def open(self) -> "datasets.IterableDataset":
         """Raises ValueError in one line if it cannot be opened."""
@@ -48,13 +53,18 @@ class Rows(NamedTuple):
         try:
             if self.is_local and any(os.path.isfile(os.path.join(self.name, name)) for name in SAVED):
                 saved = datasets.load_from_disk(self.name)
-                rows = (saved[self.split] if isinstance(saved, dict) else saved).to_iterable_dataset()
+                parts = saved if isinstance(saved, dict) else datasets.DatasetDict({"train": saved})
+                if self.split not in parts:
+                    raise ValueError(
+                        f"Bad split: {self.split}. Available splits: {list(parts)}"
+                    )  # as load_dataset says
+                rows = parts[self.split].to_iterable_dataset()
             elif self.is_local:
                 rows = datasets.load_dataset(self.name, self.config, split=self.split, streaming=True)
             else:
                 commit = hub.dataset_commit(self.name)
                 rows = datasets.load_dataset(repo, self.config, split=self.split, revision=commit, streaming=True)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError) as error:
             raise ValueError(f"data.paths: {hub.PREFIX}{self.name}: {' '.join(str(error).split())}") from None
         return rows if self.most is None else rows.take(self.most)
 

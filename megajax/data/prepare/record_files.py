@@ -41,7 +41,7 @@ def prepare_records(path: str, config: DataConfig, form: TextForm = CONVERSATION
         files = [path]
         rows = rows_of(path)
         facts += [form, rows, rows.version]
-        workers = os.cpu_count() or 1
+        workers = num_workers(rows.files) if rows.is_local else os.cpu_count() or 1
     else:
         files = expand([path], RECORD_SUFFIXES, "data.paths")
         stats = [(file, os.stat(file)) for file in files]

@@ -51,11 +51,10 @@ class GptFormat:
     ) -> SampleDataset:
         return GptDataset(indexed, part, num_samples, sequence_length, seed, self, cache_dir)
 
-    def arrays(self, documents: Sequence[np.ndarray], length: int) -> dict[str, np.ndarray]:
-        """The arrays [T] of a sample whose T + 1 tokens, or more, are those of the documents. length: T."""
-        lengths = np.array([len(document) for document in documents])
-        # Tokens added by fill in the middle are cut off at the end.
-        text = np.concatenate(documents)[: length + 1].astype(np.int32)
+    def arrays(self, text: np.ndarray, lengths: np.ndarray) -> dict[str, np.ndarray]:
+        """The arrays [T] of a sample, GptDataset's. text: [T + 1]; lengths: of its documents, whose sum may be
+        larger."""
+        text = text.astype(np.int32)
         tokens = text[:-1]
         labels = text[1:].copy()
         segments = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)[: len(tokens)]
@@ -126,8 +125,11 @@ class GptDataset(SampleDataset[GptFormat]):
         sequences, documents = self._read(i)
         if form.fill_in_the_middle is not None:
             documents = rearrange(documents, form.fill_in_the_middle, form.eod_id, (self.seed, i))
-        self.check_ids(np.concatenate(documents)[: self.sequence_length + 1], form.vocab_size, sequences)
-        return form.arrays(documents, self.sequence_length)
+        lengths = np.array([len(document) for document in documents])
+        # Tokens added by fill in the middle are cut off at the end.
+        text = np.concatenate(documents)[: self.sequence_length + 1]
+        self.check_ids(text, form.vocab_size, sequences)
+        return form.arrays(text, lengths)
 
     def spans(self, i: int) -> list[tuple[int, int, int]]:
         """(sequence, begin, end) of the parts of sample i, T + 1 tokens in total; a part may be empty."""

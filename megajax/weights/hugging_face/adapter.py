@@ -66,13 +66,16 @@ def base_of(adapter: str | Path) -> Path:
     for place in (Path(named), path / named) if named else ():
         if is_folder(place):
             return place
+    problem = "its name is missing"
     try:
-        return Path(hub.local(f"{hub.PREFIX}{hub.Name(named or '', options.get('revision'))}"))
+        if named:
+            return Path(hub.local(f"{hub.PREFIX}{hub.Name(named, options.get('revision'))}"))
     except ValueError as error:
-        raise ValueError(
-            f"{path / CONFIG}: base_model_name_or_path={named!r} is no folder on this machine; write there the path of "
-            f"the folder with the weights that the adapter belongs to, or its name on the hub ({error})"
-        ) from None
+        problem = str(error)
+    raise ValueError(
+        f"{path / CONFIG}: base_model_name_or_path={named!r} is no folder on this machine; write there the path of the "
+        f"folder with the weights that the adapter belongs to, or its name on the hub ({problem})"
+    )
 
 
 class AdapterFolder(Folder):

@@ -60,6 +60,7 @@ def test_what_cannot_be_read_is_one_line(folders, tmp_path):
     parquet = f"hugging_face:{folders / 'parquet'}"
     for path, form, message in (
         (f"{parquet}::dev", TextForm(), r"Bad split: dev. Available splits: \['train', 'test'\]"),
+        (f"hugging_face:{folders / 'saved'}::test", TextForm(), r"Bad split: test. Available splits: \['train'\]"),
         (f"{parquet}:small", TextForm(), "BuilderConfig 'small' not found"),
         (f"{parquet}::train[:x]", TextForm(), r"the split 'train\[:x\]' is no name"),
         (f"hugging_face:{folders / 'saved'}", CONVERSATIONS, "no conversation: it has the fields 'id', 'text'"),
