@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megajax import hub
 from megajax.fields.suggestions import did_you_mean
 
 if TYPE_CHECKING:
@@ -28,11 +29,10 @@ def recipes() -> dict[str, Callable[[], "Config"]]:
 
 
 def recipe(name: str) -> "Config":
-    """The config of a recipe, of hugging_face:DIR, or of a file (megajax/recipe_files.py). Raises ValueError for an
-    unknown name, with the nearest one."""
-    kind, _, folder = name.partition(":")
-    if kind == "hugging_face":
-        return importlib.import_module("megajax.weights.hugging_face.recipe").fine_tuning(folder)
+    """The config of a recipe, of hugging_face:DIR or hugging_face:ORG/NAME, or of a file (megajax/recipe_files.py).
+    Raises ValueError for an unknown name, with the nearest one."""
+    if name.startswith(hub.PREFIX):
+        return importlib.import_module("megajax.weights.hugging_face.recipe").fine_tuning(name)
     if "." in name and (files := importlib.import_module("megajax.recipe_files")).is_file(name):
         return files.read(name, recipe)
     modules = {name: module for module, name, _ in _read()}

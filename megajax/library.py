@@ -230,14 +230,16 @@ class Run:
 
     # ------------------------------------------------------------------ whole runs
 
-    def train(self, on_metrics: Callable[[dict[str, Any]], None] | None = None) -> str:
+    def train(self, on_metrics: Callable[[dict[str, Any]], None] | None = None, batches: Iterable | None = None) -> str:
         """Trains as train.py does, or resumes -> "finished", "interrupted" or "already finished".
 
         Prints its progress; writes checkpoints and metrics to the run directory. Uses all devices of this process.
-        on_metrics: is called with each line of metrics.jsonl as it comes; what it raises ends the run.
+        on_metrics: is called with each line of metrics.jsonl as it comes; what it raises ends the run. batches: what to
+        train on instead of the data of the config: an iterable of texts, of rows with a `text`, or of batches as
+        `batch` returns them. Given again, from its beginning, it resumes where it was.
         """
         covers_all = self.mesh.devices.flatten().tolist() == jax.devices()
-        return runs.train(self.config, self.program if covers_all else None, on_metrics)
+        return runs.train(self.config, self.program if covers_all else None, on_metrics, batches)
 
     def metrics(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl in the run directory: step, loss, ..., or step, eval_loss."""

@@ -9,6 +9,8 @@ from typing import Any
 
 from megajax.config import KINDS, Config
 from megajax.data.config import DataConfig, SourceKind
+from megajax.data.prepare.conversation_records import form_of
+from megajax.data.prepare.hugging_face_rows import rows_of
 from megajax.fields.ranges import check_fields, describe
 from megajax.fields.suggestions import did_you_mean
 from megajax.terminal.command_line import Option, options
@@ -150,11 +152,13 @@ def _replaced(config: Any, values: Mapping[tuple[str, ...], Any]) -> Any:
 
 
 def _with_task(config: Config, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Files of conversations in --data.paths are for the task that reads them, unless a task is named."""
+    """Files and datasets of conversations in --data.paths are for the task that reads them, unless a task is named."""
     if "task.kind" in given or config.task.reads_conversations or given.get("data.source", "indexed") != "indexed":
         return given
-    with contextlib.suppress(ValueError):  # what is wrong with the paths, `check` says
-        if found := DataConfig(paths=tuple(_elements(given.get("data.paths", "")))).conversations:
+    with contextlib.suppress(ValueError, ImportError):  # what is wrong with the paths, `check` says
+        data = DataConfig(paths=tuple(_elements(given.get("data.paths", ""))))
+        chats = (name for name in data.datasets if form_of(dict.fromkeys(rows_of(name).columns(), True)))
+        if found := data.conversations or list(chats):
             (kind,) = [kind for kind, task in KINDS["task"].all().items() if task.reads_conversations]
             logger.info("task.kind=%r, implied by data.paths=%s", kind, found[0])
             return {**given, "task.kind": kind}

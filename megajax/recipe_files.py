@@ -2,7 +2,7 @@
 
 A YAML file has the sections of a config, with the fields that it sets; each is read as an override of the command line
 is. `config` names the recipe that it starts from, without which it starts from the defaults: a recipe of megajax, a
-hugging_face:DIR, or another file, whose path is relative to this one.
+hugging_face:DIR or hugging_face:ORG/NAME, or another file, whose path is relative to this one.
 """
 
 import dataclasses

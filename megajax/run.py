@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import jax
@@ -19,6 +19,7 @@ from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.steps import newest_meta
 from megajax.config import Config, differences, holds_run, incompatibilities
 from megajax.data.datasets import Amounts, Datasets, check_same_data, check_vocab_size
+from megajax.data.iterables import IterableSource
 from megajax.data.tokenizers.load import save_tokenizer
 from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.mesh.config import make_mesh
@@ -40,20 +41,31 @@ from megajax.weights import start_from
 logger = logging.getLogger("megajax")
 
 
-def train(config: Config, program: Program[Mesh] | None = None, on_metrics: Listener | None = None) -> str:
+def train(
+    config: Config,
+    program: Program[Mesh] | None = None,
+    on_metrics: Listener | None = None,
+    batches: Iterable | None = None,
+) -> str:
     """Builds everything that the config describes and trains -> "finished", "interrupted" or "already finished".
 
     program: of this config on all devices, if it has been made already; what it has compiled is not compiled again.
-    on_metrics: is called with each line of metrics.jsonl, in the process that writes it.
+    on_metrics: is called with each line of metrics.jsonl, in the process that writes it. batches: what to train on
+    instead of the data of the config (data/iterables.py), in one process.
     Raises ValueError, with one line, if another run uses the directory, if the config cannot be trained, or if training
     cannot go on because of what it reads or where it writes.
     """
     with Watchdog(config.launch.hang_minutes) as watchdog, locked(Path(config.run_dir)) as lock:
-        return _train(config, watchdog, lock, program, on_metrics)
+        return _train(config, watchdog, lock, program, on_metrics, batches)
 
 
 def _train(
-    config: Config, watchdog: Watchdog, lock: RunLock, program: Program[Mesh] | None, on_metrics: Listener | None
+    config: Config,
+    watchdog: Watchdog,
+    lock: RunLock,
+    program: Program[Mesh] | None,
+    on_metrics: Listener | None,
+    batches: Iterable | None,
 ) -> str:
     watchdog.alive()
     with announced("starting the devices"):
@@ -64,7 +76,7 @@ def _train(
     changed = check(config)
     program = program or make_program(config)
     check_host_memory(program, config.training)
-    datasets = load_data(config)
+    datasets = load_data(config, trains_on_own=batches is not None)
     _check_sample_prompt(config.training.sample_prompt, datasets.tokenizer)
     check_room(run_dir, program.abstract_state, config.training.steps)
     watchdog.alive()
@@ -72,7 +84,7 @@ def _train(
         record(config, program, datasets)
     # All processes must find the same programs: one that has to compile waits for the others to autotune with it.
     use_compilation_cache(COMPILATION_CACHE if jax.process_count() == 1 else run_dir / "compilation")
-    with make_trainer(config, program, datasets, watchdog, lock, on_metrics) as trainer:
+    with make_trainer(config, program, datasets, watchdog, lock, on_metrics, batches) as trainer:
         console = trainer.output.console
         if changed:
             console.note(f"changed since the run was last started: {'; '.join(changed)}")
@@ -133,9 +145,10 @@ def check(config: Config) -> list[str]:
     return [line for line in differences(before, now) if not line.startswith("launch.")]
 
 
-def load_data(config: Config) -> Datasets:
-    """Raises ValueError if the run was started with other data, unless data.allow_change, or if the tokenizer has ids
-    that the model does not have."""
+def load_data(config: Config, *, trains_on_own: bool = False) -> Datasets:
+    """trains_on_own: the program gives what is trained on; the data of the config has the tokenizer, and what is
+    evaluated on. Raises ValueError if the run was started with other data, unless data.allow_change, or if the
+    tokenizer has ids that the model does not have."""
     training = config.training
     schedule = training.schedule(config.mesh)
     evaluated = training.eval_steps * training.global_batch_size if training.eval_every_steps else 0
@@ -148,6 +161,8 @@ def load_data(config: Config) -> Datasets:
     )
     datasets = config.task.datasets(config.data, config.model, amounts)
     check_vocab_size(datasets.num_token_ids, config.model.vocab_size)
+    if trains_on_own:
+        datasets = dataclasses.replace(datasets, sources=(), record={"batches": "given"})
     most = config.task.max_epochs
     if most is not None and not datasets.is_mock and jax.process_index() == 0:
         _warn_of_repetition(datasets, most)
@@ -221,12 +236,20 @@ def make_trainer(
     watchdog: Watchdog,
     lock: RunLock | None = None,
     on_metrics: Listener | None = None,
+    batches: Iterable | None = None,
 ) -> Iterator[Trainer]:
     """The Trainer of a run on all devices; the mesh of the config must be resolved. lock: of the run directory; without
-    it nothing is written there. on_metrics: as in `train`."""
+    it nothing is written there. on_metrics, batches: as in `train`."""
     run_dir = Path(config.run_dir)
     writes = jax.process_index() == 0 and lock is not None
     described = dataclasses.asdict(config)
+    own_source = None
+    if batches is not None:
+        length = config.training.sequence_length
+        form = functools.partial(config.task.formats, config.data, config.model, length, datasets.tokenizer)
+        own_source = IterableSource(
+            batches, config.training.schedule(config.mesh), datasets.tokenizer, lambda: form().eval, length
+        )
     writer = MetricsWriter(run_dir, config.logging, described, lock, on_metrics) if writes else None
     with Checkpointer(run_dir, None if lock is None else config.checkpoint) as checkpointer:
         yield Trainer(
@@ -253,6 +276,7 @@ def make_trainer(
             ),
             watchdog=watchdog,
             lock=lock or RunLock(run_dir),
+            own_source=own_source,
         )
     if writer is not None:
         writer.close()

@@ -31,6 +31,7 @@ elif "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["NPROC"] = "32"
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test reads from the hub
 
 import jax
 import pytest

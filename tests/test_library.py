@@ -1,9 +1,11 @@
 """A notebook gets from `import megajax` what train.py and infer.py do, a step at a time or all at once."""
 
 import functools
+import itertools
 import subprocess
 import sys
 
+import datasets
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +40,9 @@ TINY = {
 }
 
 
+MESH = {"mesh_data": 2, "mesh_fsdp": 2, "mesh_tensor": 2, "training_microbatch_size": 1}
+
+
 def make(folder, **more) -> megajax.Run:
     mesh = {name.replace("_", ".", 1): value for name, value in more.items()}
     overrides = TINY | {"run_dir": str(folder / "run"), "data.cache_dir": str(folder)} | mesh
@@ -47,7 +52,7 @@ def make(folder, **more) -> megajax.Run:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run of three steps, with two microbatches, on data 2 x fsdp 2 x tensor 2."""
-    run = make(tmp_path_factory.mktemp("library"), mesh_data=2, mesh_fsdp=2, mesh_tensor=2, training_microbatch_size=1)
+    run = make(tmp_path_factory.mktemp("library"), **MESH)
     lines = []
     assert run.train(lines.append) == "finished"
     assert lines == run.metrics() and [line["step"] for line in lines] == [1, 2, 3, 3]
@@ -189,6 +194,30 @@ def test_generation_uses_the_given_weights_or_the_newest_saved(trained, few):
     assert run.generate(["abc"], run.restore(), max_tokens=4, temperature=0.0) == saved
     with pytest.raises(ValueError, match="max_tokens=0"):
         run.generate("abc", max_tokens=0)
+
+
+def losses(run: megajax.Run) -> list[float]:
+    return [line["loss"] for line in run.metrics() if "loss" in line]
+
+
+def test_the_batches_of_the_config_given_as_ones_own_are_the_same_training(trained, tmp_path):
+    run = make(tmp_path, **MESH)
+    assert run.train(batches=(trained.batch(step) for step in itertools.count())) == "finished"
+    assert losses(run) == losses(trained)
+    with pytest.raises(ValueError, match="the run began with other data, .*data.tokenizer: None -> bytes"):
+        make(tmp_path, **MESH, training_steps=4).train()
+
+
+def test_training_on_rows_of_ones_own_resumes_after_what_was_read(tmp_path):
+    def train_on_rows(name: str, **more) -> megajax.Run:
+        run = make(tmp_path / name, **MESH, **more)
+        texts = [f"{number} is a number" * number for number in range(20)]
+        run.train(batches=datasets.Dataset.from_dict({"text": texts}).to_iterable_dataset().repeat(9))
+        return run
+
+    wanted = losses(train_on_rows("whole"))
+    train_on_rows("stopped", launch_exit_at_step=2)
+    assert losses(train_on_rows("stopped")) == wanted and len(set(wanted)) == 3
 
 
 def cross_entropy(logits_BTV, batch):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megajax import hub
 from megajax.fields.ranges import NonNegativeInt
 
 
@@ -39,7 +40,7 @@ class CheckpointConfig:
 
     def source(self) -> tuple[Path, int | None]:
         """start_from as (run directory, step or None for the newest)."""
-        path = Path(self.start_from).resolve()
+        path = Path(hub.local(self.start_from)).resolve()
         if path.parent.name == "checkpoints" and path.name.isdecimal():
             return path.parents[1], int(path.name)
         return path, None

@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from megajax import hub
 from megajax.checkpoint.verify import unsealed
 
 logger = logging.getLogger("megajax")
@@ -22,8 +23,8 @@ def find_step(run_dir: str | Path, step: int | None = None) -> int:
     steps = saved_steps(run_dir)
     if not steps:
         raise ValueError(
-            f"run={run_dir}: no checkpoint in {folder}; give the directory of a run, or train it first with "
-            f"--run_dir={run_dir}"
+            f"run={run_dir}: no checkpoint in {folder}; give the directory of a run, {hub.PREFIX}ORG/NAME for a "
+            f"model of the hub, or train it first with --run_dir={run_dir}"
         )
     if step is not None and step not in steps:
         raise ValueError(f"step={step} is not in {folder}; there are {', '.join(map(str, steps))}")

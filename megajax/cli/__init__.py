@@ -34,6 +34,7 @@ COMMANDS = {
     "quantize": ("megajax.quantization.__main__", (), "calibrate a run and write it in 8 bits for vLLM"),
     "plot": ("megajax.figures.plot", (), "plot curves of runs"),
     "hugging_face": ("megajax.convert.hugging_face", (), "import and export Hugging Face folders"),
+    "push": ("megajax.convert.push", (), "upload a run or an exported folder to the Hugging Face hub"),
     "megatron": ("megajax.convert.megatron", (), "import Megatron Core checkpoints"),
     "doctor": ("megajax.cli.doctor", (), "devices, versions and speed of this machine, for bug reports"),
     "completion": ("megajax.cli.completion", (), "print a shell completion script: megajax completion bash"),

@@ -22,7 +22,7 @@ CHOSEN = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_pe
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfModel(OnDevices):
     run: str
-    """Directory of a run (runs/NAME) or a Hugging Face folder."""
+    """Directory of a run (runs/NAME) or a Hugging Face folder; hugging_face:ORG/NAME is one of the hub."""
     step: int | None = None
     """Step of the checkpoint; default: the newest."""
 

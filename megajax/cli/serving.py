@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from megajax import hub
 from megajax.cli.options import OfChats, OfEngine
 from megajax.inference.config import Measured, Rate, ServingConfig, Workload
 from megajax.inference.server.config import ServerConfig
@@ -62,10 +63,10 @@ class Serve(OfEngine, OfChats):
         config = dataclasses.replace(
             self.server,
             run=self.run,
-            model_name=self.model_name or Path(self.run).resolve().name,
+            model_name=self.model_name or hub.short_name(self.run),
             api_keys=read_keys(self.api_key, self.api_key_file),
             image_hosts=read_hosts(self.server.image_hosts),
-            sampling=recommended_sampling(self.run),
+            sampling=recommended_sampling(hub.local(self.run)),
         )
         self.check_template()
         self.serving.check()

@@ -2,7 +2,7 @@
 
 --config=NAME          recipe; --list_configs lists all. FILE.yaml and
                        FILE.py:NAME are recipes of your own, hugging_face:DIR
-                       fine-tunes public weights
+                       and hugging_face:ORG/NAME fine-tune public weights
 --run_dir=DIR          directory of the run (default: runs/NAME). If it holds a
                        run, that run resumes; without --config it resumes with
                        its saved configuration

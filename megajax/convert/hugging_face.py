@@ -6,15 +6,18 @@ python -m megajax.convert.hugging_face export --run=RUN --to=DIR --merge [...]
 
 import writes a run directory as python -m megajax.convert.export does: infer.py reads it, and --checkpoint.start_from
 begins a run with it. export writes config.json, weights, tokenizer and generation config as transformers and vLLM read
-them. Of a run with adapters (lora.rank) it writes these alone, as PEFT reads them, or with --merge the whole model.
+them, and a model card. Of a run with adapters (lora.rank) it writes these alone, as PEFT reads them, or with --merge
+the whole model.
 Neither holds the model in memory: both read and write parts of at most megajax.checkpoint.piecewise.PIECE_BYTES.
 """
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from megajax.config import Config
+from megajax.convert.card import write_card
 from megajax.terminal.command_line import choose, errors_in_one_line
 from megajax.weights.hugging_face.adapter import open_folder
 from megajax.weights.hugging_face.adapter_export import AdapterExport
@@ -91,6 +94,7 @@ class ExportOptions:
             _print_map(found, found.forms)
             return
         found.write(self.to)
+        write_card(Path(self.to), self.run, found.step)
         print(f"{self.to}: {found.family.architecture} from {self.run}, step {found.step}")
         if found.merged is not None:
             error = found.merged.error
@@ -106,6 +110,7 @@ class ExportOptions:
                 print(f"  {name} {form.dtype}{list(form.shape)}")
             return
         found.write(self.to)
+        write_card(Path(self.to), self.run, found.step)
         print(f"{self.to}: adapters of {found.family.architecture} from {self.run}, step {found.step}")
 
 

@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 
+from megajax import hub
 from megajax.data.blend import normalize_weights
 from megajax.data.indexed.dataset import prefix_of
 
@@ -38,12 +39,17 @@ def is_blend_file(path: str) -> bool:
 
 def holds_conversations(path: str) -> bool:
     """Whether it is a file or folder of conversations, not the prefix of a dataset or a blend file."""
-    if os.path.isfile(f"{path}.bin"):
+    if is_dataset(path) or os.path.isfile(f"{path}.bin"):
         return False
     if path.endswith(".json"):  # a blend is an object
         return os.path.isfile(path) and _first_character(path) == "["
     names = (name for _, _, found in os.walk(path) for name in found)
     return path.endswith(RECORD_SUFFIXES) or any(name.endswith(RECORD_SUFFIXES) for name in names)
+
+
+def is_dataset(path: str) -> bool:
+    """Whether it names what the package datasets reads (prepare/hugging_face_rows.py)."""
+    return path.startswith(hub.PREFIX)
 
 
 def _first_character(path: str) -> str:
@@ -147,7 +153,9 @@ def _entry(content, file: str, parents: tuple[str, ...], where: str) -> Entry:
     if "blend" in content:
         return Entry(entries=_entries(content["blend"], file, parents, f"{where}.blend"), weight=weight, epochs=epochs)
     name = content.get("path", content.get("file"))
-    path = os.path.join(os.path.dirname(file), name) if isinstance(name, str) else ""
+    path = name if isinstance(name, str) else ""
+    if path and not is_dataset(path):
+        path = os.path.join(os.path.dirname(file), path)
     if not path or is_blend_file(path) != ("file" in content):
         raise refusal(
             f'names {name!r}; "path" is the prefix of a .bin or a file of conversations, "file" a blend file that ends '

@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 import glob
+import importlib.util
 import logging
 import os
 from typing import Annotated, Literal
 
-from megajax.data.blend_file import holds_conversations, is_blend_file, prefixes, read_blend
+from megajax.data.blend_file import holds_conversations, is_blend_file, is_dataset, prefixes, read_blend
 from megajax.data.indexed.meta import read_meta
 from megajax.data.tokenizers.load import FILE_TOKENIZERS, check_tokenizer_spec, tokenizer_file
 from megajax.fields.ranges import NonNegativeFloat, Range
@@ -25,9 +26,10 @@ class DataConfig:
     (data/prepare/drawn_images.py); mock: Megatron's mock documents, or random conversations. Follows from `paths` or
     `text` if these are given and it is not."""
     paths: tuple[str, ...] = ()
-    """Prefixes of Megatron .bin/.idx files, or files and folders of conversations (.jsonl, .json, .parquet), which are
-    tokenized once; blended by their tokens, or with a weight before each, on any scale (0.7,web,0.3,code); or FILE.json
-    with a (nested) blend (data/blend_file.py)."""
+    """Prefixes of Megatron .bin/.idx files; or what is tokenized once: files and folders of conversations (.jsonl,
+    .json, .parquet), and hugging_face:NAME[:CONFIG[:SPLIT]], a dataset of the hub or of a folder. Blended by their
+    tokens, or with a weight before each, on any scale (0.7,web,0.3,code); or FILE.json with a (nested) blend
+    (data/blend_file.py)."""
     blend_changes: tuple[str, ...] = ()
     """Entries STEP:FILE.json: from this step on, train on the blend in this file."""
     eval_paths: tuple[str, ...] = ()
@@ -83,8 +85,8 @@ class DataConfig:
         changes = tuple(file for _, file in self.changes())
         for field, entries in (("paths", self.paths), ("blend_changes", changes), ("eval_paths", self.eval_paths)):
             for prefix in prefixes(read_blend(entries, f"data.{field}")):
-                if holds_conversations(prefix):
-                    self._check_conversations(prefix, field)
+                if is_dataset(prefix) or holds_conversations(prefix):
+                    self._check_records(prefix, field)
                     continue
                 for path in (prefix + ".bin", prefix + ".idx"):
                     if not os.path.isfile(path):
@@ -92,8 +94,10 @@ class DataConfig:
                             f"data.{field}: file {path} does not exist; build it with python -m megajax.data.preprocess"
                         )
 
-    def _check_conversations(self, path: str, field: str) -> None:
-        if not glob.glob(path):
+    def _check_records(self, path: str, field: str) -> None:
+        if is_dataset(path) and importlib.util.find_spec("datasets") is None:
+            raise ValueError(f"data.{field}: {path} needs the package datasets; pip install 'megajax[datasets]'")
+        if not is_dataset(path) and not glob.glob(path):
             raise ValueError(f"data.{field}: no file is called {path}, or matches it")
         if self.tokenizer and not self._reads_text:
             raise ValueError(
@@ -111,11 +115,20 @@ class DataConfig:
         return dataclasses.replace(self, source=source, **defaults)
 
     @property
+    def _names(self) -> list[str]:
+        blends = read_blend(self.paths), read_blend(self.eval_paths, "data.eval_paths")
+        return [name for blend in blends for name in prefixes(blend)]
+
+    @property
     def conversations(self) -> list[str]:
         """The files and folders of conversations in `paths` and `eval_paths`, which are tokenized when the run
         starts."""
-        blends = read_blend(self.paths), read_blend(self.eval_paths, "data.eval_paths")
-        return [name for blend in blends for name in prefixes(blend) if holds_conversations(name)]
+        return [name for name in self._names if holds_conversations(name)]
+
+    @property
+    def datasets(self) -> list[str]:
+        """The same of datasets of Hugging Face, whose columns say what they hold."""
+        return [name for name in self._names if is_dataset(name)]
 
     @property
     def _reads_text(self) -> bool:
@@ -133,11 +146,11 @@ class DataConfig:
             return dataclasses.replace(self, tokenizer="bytes:<image>")
         spec = f"null:{vocab_size - num_added_ids}"
         if self.source == "indexed":
-            conversations = self.conversations
-            tokenized = [name for name in prefixes(read_blend(self.paths)) if name not in conversations]
+            records = self.conversations + self.datasets
+            tokenized = [name for name in prefixes(read_blend(self.paths)) if name not in records]
             if not tokenized:
                 raise ValueError(
-                    f"data.tokenizer is empty, and {conversations[0]} is not tokenized yet; name the tokenizer of the "
+                    f"data.tokenizer is empty, and {records[0]} is not tokenized yet; name the tokenizer of the "
                     "model, such as --data.tokenizer=DIR, or bytes to try it"
                 )
             prefix = tokenized[0]

@@ -11,12 +11,21 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 
 from megajax.data.blend import BlendedDataset, plan_phases
-from megajax.data.blend_file import Entry, holds_conversations, phase_weights, prefixes, read_blend, renamed, shares
+from megajax.data.blend_file import (
+    Entry,
+    holds_conversations,
+    is_dataset,
+    phase_weights,
+    prefixes,
+    read_blend,
+    renamed,
+    shares,
+)
 from megajax.data.config import DataConfig
 from megajax.data.indexed.dataset import IndexedDataset
 from megajax.data.indexed.meta import read_meta
-from megajax.data.prepare.conversation_files import prepare_conversations
 from megajax.data.prepare.drawn_images import prepare_drawn
+from megajax.data.prepare.record_files import prepare_records
 from megajax.data.prepare.text_corpus import TextForm, prepare_text
 from megajax.data.samples.dataset import Part, TokenSource
 from megajax.data.samples.gpt import split_ranges
@@ -114,8 +123,8 @@ def build_datasets(
     """Training and evaluation data of a run: at least the given numbers of samples, over as many epochs as needed. The
     tokenizer of the config must be resolved (Config.check_on).
 
-    text_form: how `config.text` is tokenized. Raises ValueError if files are missing or damaged, a split is too small,
-    or the tokenizer did not write the data.
+    text_form: how `config.text` and datasets of Hugging Face are tokenized. Raises ValueError if files are missing or
+    damaged, a split is too small, or the tokenizer did not write the data.
     """
     config.check()
     if config.source == "text":
@@ -143,7 +152,7 @@ def build_datasets(
         blends = [Entry(mock.prefix)]
         held_out = Entry(mock.prefix)
     else:
-        prepared = functools.partial(_prepared, config=config)
+        prepared = functools.partial(_prepared, config=config, form=text_form)
         paths_of_phases = (train_paths, *((file,) for _, file in config.changes()))
         blends = [renamed(read_blend(paths), prepared) for paths in paths_of_phases]
         held_out = renamed(read_blend(eval_paths, "data.eval_paths"), prepared) if eval_paths else blends[0]
@@ -176,9 +185,9 @@ def build_datasets(
     )
 
 
-def _prepared(path: str, config: DataConfig) -> str:
+def _prepared(path: str, config: DataConfig, form: TextForm) -> str:
     """The prefix of what an entry of a blend names."""
-    return prepare_conversations(path, config) if holds_conversations(path) else path
+    return prepare_records(path, config, form) if is_dataset(path) or holds_conversations(path) else path
 
 
 def _open(prefix: str, tokenizer: Tokenizer) -> IndexedDataset:
@@ -347,6 +356,7 @@ _FIELDS = {
     "split": "data.split",
     "weights": "data.paths",
     "changes": "data.blend_changes",
+    "batches": "train(batches=...)",
 }
 
 

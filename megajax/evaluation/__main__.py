@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from megajax import hub
 from megajax.data.indexed.dataset import prefix_of
 from megajax.evaluation.perplexity import Totals, check_files, perplexity
 from megajax.evaluation.questions import Images, evaluate_questions, read_questions
@@ -61,7 +62,7 @@ class Evaluation(OnDevices):
 
     def __call__(self) -> None:
         task = self.task()
-        if self.watch and (is_folder(self.run) or self.step is not None):
+        if self.watch and (is_folder(hub.local(self.run)) or self.step is not None):
             raise ValueError("--watch evaluates every step of a run: give it the directory of a run, and no --step")
         mesh = self.started_mesh()
         use_compilation_cache()

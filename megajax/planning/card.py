@@ -82,6 +82,8 @@ def _low_matmuls(model: Model) -> str:
 
 def _data_rows(datasets: Datasets, steps: int) -> list[tuple[str, str]]:
     """The datasets of a run and their epochs; if there are many, those read most often."""
+    if not datasets.sources:
+        return [("data", "batches that the program gives")]
     if datasets.is_mock:
         return [("data", "mock: documents that count 1, 2, 3, ...; name your own with --data.text or --data.paths")]
     sources = sorted(datasets.sources, key=lambda source: -source.epochs)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from megajax.data.config import DataConfig
 from megajax.data.datasets import Formats
+from megajax.data.prepare.text_corpus import CONVERSATIONS, TextForm
 from megajax.data.samples.sft import SftFormat
 from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.media.kinds import KINDS
@@ -33,6 +34,10 @@ class Conversations(Task):
     reads_conversations: ClassVar[bool] = True
     default_epochs: ClassVar[float | None] = 3
     max_epochs: ClassVar[int | None] = 4
+
+    @property
+    def text_form(self) -> TextForm:
+        return CONVERSATIONS
 
     def check(self, data: DataConfig, model: ModelConfig) -> None:
         super().check(data, model)

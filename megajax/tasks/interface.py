@@ -78,7 +78,7 @@ class Task:
 
     @property
     def text_form(self) -> TextForm:
-        """How data.text is tokenized."""
+        """How data.text and datasets of Hugging Face are tokenized."""
         return TextForm()
 
     def check(self, data: DataConfig, model: ModelConfig) -> None:

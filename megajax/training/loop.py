@@ -74,6 +74,8 @@ class Trainer:
     watchdog: Watchdog
     lock: RunLock
     """Of the run directory."""
+    own_source: BatchSource | None = None
+    """What the run trains on; None: what its task makes of the datasets."""
     carried: Carried = dataclasses.field(default=Carried(), init=False)
     """As of the restored checkpoint."""
     made_at: float = dataclasses.field(default_factory=time.perf_counter, init=False)
@@ -230,6 +232,8 @@ class Trainer:
     @functools.cached_property
     def source(self) -> BatchSource:
         """What the run trains on."""
+        if self.own_source is not None:
+            return self.own_source
         schedule = self.config.schedule(self.program.mesh_config)
         return self.program.task.source(
             self.datasets, schedule, self.data_config, self.program.model, self.program.mesh

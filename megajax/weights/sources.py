@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Protocol
 
+from megajax import hub
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.layout import Rows
 from megajax.checkpoint.piecewise import StoredParameter, StoredParams
@@ -83,8 +84,9 @@ class SavedStep:
 
 
 def open_source(path: str | Path, step: int | None = None) -> Source:
-    """Raises ValueError if `path` is neither a run with this step (default: the newest) nor a Hugging Face folder, of a
-    model or of an adapter."""
+    """Raises ValueError if `path` is neither a run with this step (default: the newest) nor a Hugging Face folder or
+    name (hub.py), of a model or of an adapter."""
+    path = hub.local(path)
     if not is_folder(path) and not is_adapter(path):
         return SavedStep(path, step)
     if step is not None:

@@ -16,6 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from megajax import hub
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.steps import find_step, saved_steps
 from megajax.config import Config, differences, holds_run
@@ -61,7 +62,7 @@ def pinned(config: Config) -> Config:
 
 
 def _replaced(config: Config, start_from: str, others: CheckpointConfig) -> Config:
-    towers = tuple(str(Path(path).resolve()) for path in others.start_towers_from)
+    towers = tuple(str(Path(hub.local(path)).resolve()) for path in others.start_towers_from)
     checkpoint = dataclasses.replace(
         config.checkpoint, start_from=start_from, start_fresh=others.start_fresh, start_towers_from=towers
     )

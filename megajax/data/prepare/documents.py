@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from megajax.data.blend_file import is_dataset
 from megajax.data.indexed.images import ImagePlace
 from megajax.data.prepare.conversation_records import MEDIA_FIELDS, messages_of, recognised, shortened
 from megajax.data.prepare.image_records import MediaSource, conversation, find_file, place_of
@@ -62,7 +63,9 @@ class Reader:
         return self.form == "conversations" and self.json_keys == (MESSAGES,) and not self.media_tokens
 
     def kind_of(self, path: str) -> str:
-        """jsonl, json, parquet, tar or text."""
+        """dataset, jsonl, json, parquet, tar or text."""
+        if is_dataset(path):
+            return "dataset"
         name = path.removesuffix(".gz").removesuffix(".zst")
         if name.endswith(".json") and self.form == "conversations":
             return "json"
@@ -72,7 +75,7 @@ class Reader:
 
     def word(self, path: str) -> str:
         """What a document of the file is called in messages."""
-        return {"parquet": "row", "json": "record"}.get(self.kind_of(path), "line")
+        return {"dataset": "row", "parquet": "row", "json": "record"}.get(self.kind_of(path), "line")
 
     def check(self, files: Sequence[str]) -> None:
         """Raises ValueError if this form cannot be read from one of the files."""

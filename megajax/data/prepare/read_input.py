@@ -16,6 +16,7 @@ from collections.abc import Generator, Iterator, Sequence
 
 from megajax.data.prepare.conversation_records import FIELDS, MEDIA_FIELDS, recognised, shortened
 from megajax.data.prepare.documents import Reader, Records
+from megajax.data.prepare.hugging_face_rows import rows_of
 from megajax.data.prepare.json_array import JsonArray
 from megajax.data.prepare.tar_samples import tar_samples
 
@@ -164,8 +165,8 @@ def read_batches(files: Sequence[str], reader: Reader, digests: dict[int, str]) 
             pending.append((number, path))
             size += os.path.getsize(path)
         else:
-            batches = {"parquet": _row_batches, "tar": _tar_batches}.get(kind, _line_batches)
-            yield from batches(number, path, reader, digests)
+            readers = {"dataset": _dataset_batches, "parquet": _row_batches, "tar": _tar_batches}
+            yield from readers.get(kind, _line_batches)(number, path, reader, digests)
     if pending:
         yield Batch(tuple(pending), num_bytes=size)
 
@@ -256,6 +257,23 @@ def _row_batches(number: int, path: str, reader: Reader, digests: dict[int, str]
         yield Batch(files, (), first, problem=f"{location}: cannot be read ({error})")
     with contextlib.closing(HashedFile(path)) as raw:
         digests[number] = raw.finish()
+
+
+def _dataset_batches(number: int, path: str, reader: Reader, digests: dict[int, str]) -> Iterator[Batch]:
+    """Without a hash: the rows are those of a commit, or of many files."""
+    files = ((number, path),)
+    rows = rows_of(path)
+    try:
+        columns = _columns(rows.columns(), reader)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    first = 1
+    try:
+        for records in rows.batches(columns):
+            yield Batch(files, tuple(records), first)
+            first += len(records)
+    except Exception as error:  # of the network, and of every kind of file
+        yield Batch(files, (), first, problem=f"{path} after row {first - 1}: cannot be read ({error})")
 
 
 def _columns(names: list[str], reader: Reader) -> list[str]:

@@ -30,11 +30,14 @@ FORMAT = 1
 
 
 class TextForm(NamedTuple):
-    """What a tokenized text file consists of."""
+    """What a tokenized text file, or dataset of Hugging Face, consists of."""
 
-    sequences: Literal["documents", "sentences"] = "documents"
+    sequences: Literal["documents", "sentences", "conversations"] = "documents"
     appends_end: bool = True
     """Whether an end-of-document token follows each document."""
+
+
+CONVERSATIONS = TextForm("conversations")
 
 
 def prepare_text(config: DataConfig, form: TextForm) -> tuple[str, str, str]:

@@ -51,6 +51,33 @@ class GptFormat:
     ) -> SampleDataset:
         return GptDataset(indexed, part, num_samples, sequence_length, seed, self, cache_dir)
 
+    def arrays(self, text: np.ndarray, lengths: np.ndarray) -> dict[str, np.ndarray]:
+        """The arrays [T] of a sample, GptDataset's. text: [T + 1]; lengths: of its documents, whose sum may be
+        larger."""
+        text = text.astype(np.int32)
+        tokens = text[:-1]
+        labels = text[1:].copy()
+        segments = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)[: len(tokens)]
+        positions = np.arange(len(tokens), dtype=np.int32)
+        if self.reset_positions:
+            positions -= (np.cumsum(lengths) - lengths).astype(np.int32)[segments - 1]
+        if self.cross_document_attention:
+            segments = np.ones_like(segments)
+        loss_mask = np.ones(len(tokens), np.float32)
+        if self.mask_document_end:
+            loss_mask[labels == self.eod_id] = 0
+        if self.pad_id is not None:
+            loss_mask[labels == self.pad_id] = 0
+            tokens[tokens == self.pad_id] = 0
+            labels[labels == self.pad_id] = 0
+        return {
+            "tokens": tokens,
+            "labels": labels,
+            "loss_mask": loss_mask,
+            "positions": positions,
+            "segment_ids": segments,
+        }
+
 
 class GptDataset(SampleDataset[GptFormat]):
     """A part is sequences. `dataset[i]` is a dict of arrays [T]: tokens int32, labels int32, loss_mask float32 (0 or
@@ -102,29 +129,7 @@ class GptDataset(SampleDataset[GptFormat]):
         # Tokens added by fill in the middle are cut off at the end.
         text = np.concatenate(documents)[: self.sequence_length + 1]
         self.check_ids(text, form.vocab_size, sequences)
-        text = text.astype(np.int32)
-        tokens = text[:-1]
-        labels = text[1:].copy()
-        segments = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)[: len(tokens)]
-        positions = np.arange(len(tokens), dtype=np.int32)
-        if form.reset_positions:
-            positions -= (np.cumsum(lengths) - lengths).astype(np.int32)[segments - 1]
-        if form.cross_document_attention:
-            segments = np.ones_like(segments)
-        loss_mask = np.ones(len(tokens), np.float32)
-        if form.mask_document_end:
-            loss_mask[labels == form.eod_id] = 0
-        if form.pad_id is not None:
-            loss_mask[labels == form.pad_id] = 0
-            tokens[tokens == form.pad_id] = 0
-            labels[labels == form.pad_id] = 0
-        return {
-            "tokens": tokens,
-            "labels": labels,
-            "loss_mask": loss_mask,
-            "positions": positions,
-            "segment_ids": segments,
-        }
+        return form.arrays(text, lengths)
 
     def spans(self, i: int) -> list[tuple[int, int, int]]:
         """(sequence, begin, end) of the parts of sample i, T + 1 tokens in total; a part may be empty."""

@@ -2,12 +2,13 @@
 
 `load_tokenizer(spec)` understands: `bytes`, or with special tokens `bytes:<image>,<end>`; `null:VOCAB`; `PATH.model`
 (SentencePiece); `PATH/tokenizer.json`; `PATH.tiktoken`; `PATH/vocab.json` (GPT-2, with merges.txt next to it); a folder
-with one of IN_FOLDER.
+with one of IN_FOLDER; `hugging_face:ORG/NAME` on the hub.
 """
 
 import os
 import shutil
 
+from megajax import hub
 from megajax.data.tokenizers.libraries import (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
@@ -29,8 +30,9 @@ FILE_TOKENIZERS = {".model": SentencePieceTokenizer, ".json": HuggingFaceTokeniz
 
 
 def tokenizer_file(spec: str) -> str:
-    """The spec; of a folder, such as one of Hugging Face or a run, that of the file in it. Raises ValueError for a
-    folder without one."""
+    """The spec; of a folder, such as one of Hugging Face or a run, or of a name of the hub, that of the file in
+    it. Raises ValueError for a folder without one."""
+    spec = hub.local(spec, hub.TOKENIZER_FILES)
     if spec == "bytes" or not os.path.isdir(spec):
         return spec
     found = [path for name in IN_FOLDER if os.path.isfile(path := os.path.join(spec, name))]

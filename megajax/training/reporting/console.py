@@ -1,7 +1,8 @@
 """Console output of a run: the start-up card, a line for each logged step, and a progress bar.
 
 In a terminal the card is in colour and wrapped, lines of steps leave out what is too wide, and a progress bar below
-moves with every step. Elsewhere (a log file, a batch job) card and lines are plain text, without a bar.
+moves with every step. In a notebook the newest line replaces the one before, above the curve of the loss. Elsewhere (a
+log file, a batch job) card and lines are plain text, without a bar.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from rich.text import Text
 
 from megajax.terminal.announce import announced
 from megajax.terminal.one_line import for_terminal, printable, shorten_library_errors, wrapped
+from megajax.training.reporting.notebook import LiveProgress, in_notebook
 
 # Left out of lines that are too long for the terminal, in this order, with the room that each may need. All lines of a
 # run leave out the same, although the first ones lack some fields and are shorter.
@@ -96,6 +98,7 @@ class Console:
         self.terminal = rich.get_console() if is_terminal is None else RichConsole(force_terminal=is_terminal)
         if self._is_terminal:
             self.terminal.soft_wrap = True  # lines of the log that appear above the bar: see _print
+        self._live = LiveProgress() if is_terminal is None and in_notebook() else None
         self._progress: Progress | None = None
         self._newest: dict[str, Any] = {}
 
@@ -120,10 +123,13 @@ class Console:
         if not self._enabled:
             return
         start = f"step {step}/{total_steps}"
-        if not self._is_terminal:
-            print(" ".join([start, *_fields(step, total_steps, metrics).values()]), flush=True)
-            return
         fields = _fields(step, total_steps, metrics)
+        if self._live is not None:
+            self._live.show(" ".join([start, *fields.values()]), step, metrics)
+            return
+        if not self._is_terminal:
+            print(" ".join([start, *fields.values()]), flush=True)
+            return
         left_out = _left_out(total_steps, self.terminal.width) | {"time_left"}  # which the bar shows
         self._print(" ".join([start, *(text for name, text in fields.items() if name not in left_out)]))
         if "loss" in metrics:

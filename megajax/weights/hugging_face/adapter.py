@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from megajax import hub
 from megajax.checkpoint.layout import Rows, stack_of
 from megajax.checkpoint.piecewise import PiecewiseArray, StoredParameter
 from megajax.config import Config
@@ -58,15 +59,22 @@ def matrix_b(tensor: Tensor, rank: int) -> Tensor:
 
 
 def base_of(adapter: str | Path) -> Path:
-    """The folder of the base. Raises ValueError if there is none on this machine."""
+    """The folder of the base, downloaded if it is named as on the hub. Raises ValueError if there is none."""
     path = Path(adapter)
-    named = read_json(str(path / CONFIG)).get("base_model_name_or_path")
+    options = read_json(str(path / CONFIG))
+    named = options.get("base_model_name_or_path")
     for place in (Path(named), path / named) if named else ():
         if is_folder(place):
             return place
+    problem = "its name is missing"
+    try:
+        if named:
+            return Path(hub.local(f"{hub.PREFIX}{hub.Name(named, options.get('revision'))}"))
+    except ValueError as error:
+        problem = str(error)
     raise ValueError(
         f"{path / CONFIG}: base_model_name_or_path={named!r} is no folder on this machine; write there the path of the "
-        "folder with the weights that the adapter belongs to"
+        f"folder with the weights that the adapter belongs to, or its name on the hub ({problem})"
     )
 
 

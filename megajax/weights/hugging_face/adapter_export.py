@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from megajax import hub
 from megajax.checkpoint.steps import find_step
 from megajax.config import Config
 from megajax.data.tokenizers.tokenizer import read_json
@@ -113,10 +114,12 @@ class AdapterExport:
         rank = self._adapters.rank
         alphas = {name: lora.alpha * (math.sqrt(count) if lora.rslora else count) for name, count in fused.items()}
         base = base_folder(self.run_dir, self._config)
+        name = hub.name_of(base) if base else None
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM" if "next_token" in self._config.model.heads else None,
-            "base_model_name_or_path": None if base is None else str(base),
+            "base_model_name_or_path": name.repo if name else base and str(base),
+            "revision": name and name.revision,
             "r": rank,
             "lora_alpha": _number(lora.alpha),
             "use_rslora": lora.rslora,
@@ -154,10 +157,11 @@ def _in_layer(module: str) -> str:
     return re.split(r"\.\d+\.", module)[-1]
 
 
-def base_folder(run_dir: Path, config: Config) -> Path | None:
-    """The Hugging Face folder with the frozen weights of a run; None: they were trained in a run."""
+def base_folder(run_dir: Path, config: Config, *, is_frozen: bool = True) -> Path | None:
+    """The Hugging Face folder with the frozen weights of a run; None: they were trained in a run. is_frozen: otherwise
+    the folder that they began with; None: they were random."""
     while not (imported := read_json(str(run_dir / "exported.json")).get("folder")):
-        if config.lora.rank is None or not config.checkpoint.start_from:
+        if (is_frozen and config.lora.rank is None) or not config.checkpoint.start_from:
             return None
         run_dir, step = config.checkpoint.source()
         if is_folder(run_dir):

@@ -7,6 +7,7 @@ import json
 import logging
 from pathlib import Path
 
+from megajax import hub
 from megajax.models.model import Model
 from megajax.weights.hugging_face.adapter import open_folder
 from megajax.weights.hugging_face.folder import Folder
@@ -23,7 +24,7 @@ def import_folder(source: str | Path, run_dir: str | Path) -> Folder:
 
     Raises ValueError if the directory exists, or for a folder that cannot be read as a whole; then nothing is left.
     """
-    folder = open_folder(source)
+    folder = open_folder(hub.local(source))
     config = folder.config
     tokenizer = folder.tokenizer()
     with new_directory(run_dir, "run_dir") as new:

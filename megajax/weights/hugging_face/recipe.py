@@ -1,8 +1,9 @@
-"""The recipe to fine-tune the model of a Hugging Face folder: --config=hugging_face:DIR."""
+"""The recipe to fine-tune the model of a Hugging Face folder: --config=hugging_face:DIR, or hugging_face:ORG/NAME."""
 
 import dataclasses
 from pathlib import Path
 
+from megajax import hub
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.config import Config
 from megajax.mesh.config import MeshConfig
@@ -20,8 +21,8 @@ def fine_tuning(path: str) -> Config:
 
     Raises ValueError if the folder is not fully supported.
     """
-    config = open_folder(path).config
-    source_dir = Path(path).resolve()
+    source_dir = Path(hub.local(path)).resolve()
+    config = open_folder(source_dir).config
     factor = 1 if config.lora.rank is None else LORA_LEARNING_RATE
     source = "text" if "classes" in config.model.heads else "indexed"
     return dataclasses.replace(
@@ -33,5 +34,5 @@ def fine_tuning(path: str) -> Config:
             steps=1000, global_batch_size=8, sequence_length=min(config.training.sequence_length, MAX_SEQUENCE)
         ),
         checkpoint=CheckpointConfig(start_from=str(source_dir)),
-        run_dir=f"runs/{source_dir.name}",
+        run_dir=f"runs/{hub.short_name(path)}",
     )

@@ -10,8 +10,8 @@ from megajax.config import Config
 from megajax.data.config import DataConfig
 from megajax.data.datasets import Amounts
 from megajax.data.indexed.dataset import IndexedDataset
-from megajax.data.prepare.conversation_files import prepare_conversations
 from megajax.data.prepare.conversation_records import FORMS
+from megajax.data.prepare.record_files import prepare_records
 from megajax.data.preprocess import main
 from megajax.models.decoder import DecoderConfig
 from megajax.overrides import override
@@ -54,7 +54,7 @@ def config(tmp_path, *paths, **fields) -> DataConfig:
 @pytest.fixture
 def expected(tmp_path) -> str:
     write_lines(tmp_path / "messages.jsonl", records("messages"))
-    return text(prepare_conversations(str(tmp_path / "messages.jsonl"), config(tmp_path)))
+    return text(prepare_records(str(tmp_path / "messages.jsonl"), config(tmp_path)))
 
 
 @pytest.mark.parametrize("form", [form.name for form in FORMS])
@@ -63,7 +63,7 @@ def test_every_form_gives_the_same_tokens_by_preprocess_and_by_the_run(tmp_path,
     main(["--conversations", f"--input={tmp_path}/a.jsonl", f"--output_prefix={tmp_path}/x", "--workers=1"])
     assert f"3 documents in the form {form}, " in capsys.readouterr().out
     assert text(tmp_path / "x") == expected
-    prefix = prepare_conversations(str(tmp_path / "a.jsonl"), config(tmp_path))
+    prefix = prepare_records(str(tmp_path / "a.jsonl"), config(tmp_path))
     for part in (".bin", ".idx"):
         assert (tmp_path / f"x{part}").read_bytes() == Path(prefix + part).read_bytes()
 
@@ -82,7 +82,7 @@ def test_files_folders_and_patterns_are_read(tmp_path, expected, name):
     data = config(tmp_path, tmp_path / name)
     data.check()
     assert data.conversations == [str(tmp_path / name)]
-    assert text(prepare_conversations(str(tmp_path / name), data)) == expected
+    assert text(prepare_records(str(tmp_path / name), data)) == expected
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_variants_of_the_forms(record, turns):
 def test_unknown_and_mixed_forms_end_with_one_line(tmp_path, record, message):
     write_lines(tmp_path / "a.jsonl", [*records("ShareGPT"), record])
     with pytest.raises(ValueError, match="a.jsonl " + message) as error:
-        prepare_conversations(str(tmp_path / "a.jsonl"), config(tmp_path))
+        prepare_records(str(tmp_path / "a.jsonl"), config(tmp_path))
     assert "\n" not in str(error.value)
 
 
@@ -130,7 +130,7 @@ def test_a_table_with_images_is_no_text(tmp_path):
     table = pa.Table.from_pylist([in_form("ShareGPT", "a\nb", "c") | {"images": ["x.png"]}])
     pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="a.parquet row 1: it has 'images', of which text holds nothing"):
-        prepare_conversations(str(tmp_path / "a.parquet"), config(tmp_path))
+        prepare_records(str(tmp_path / "a.parquet"), config(tmp_path))
 
 
 def test_a_run_reads_and_blends_conversations_and_prepares_them_once(tmp_path, caplog):

@@ -8,7 +8,10 @@ import re
 import subprocess
 import sys
 import time
+import types
 
+import IPython
+import IPython.display
 import pytest
 from rich.console import Console as RichConsole
 
@@ -281,3 +284,28 @@ def test_disabled_console_prints_nothing(capsys):
 def test_metric_that_is_nan_is_shown(capsys):
     Console(is_terminal=False).step(1, 2, {"loss": float("nan")})
     assert capsys.readouterr().out == "step 1/2 loss nan\n"
+
+
+def test_a_notebook_has_one_output_that_changes(monkeypatch, capsys):
+    outputs = []
+
+    class Output:
+        def update(self, data, raw):
+            outputs.append(data)
+
+    def display(data, raw, display_id):
+        outputs.append(data)
+        return Output()
+
+    monkeypatch.setattr(IPython, "get_ipython", lambda: types.SimpleNamespace(kernel=object()))
+    monkeypatch.setattr(IPython.display, "display", display)
+    console = Console()
+    for step, loss in ((1, 4.0), (2, 2.0), (3, 3.0)):
+        console.step(step, 4, {"loss": 0.0, "mean_loss": loss})
+    console.step(3, 4, {"eval_loss": 2.5})
+    console.step(4, 4, {"loss": None, "mean_loss": None})
+    console.note("finished")
+    assert capsys.readouterr().out == "finished\n" and len(outputs) == 5
+    assert outputs[3]["text/plain"] == "step 3/4 loss 3.0000\nstep 3/4 eval_loss 2.5000"
+    assert outputs[0]["text/html"] == "<pre>step 1/4 loss 4.0000</pre>"
+    assert 'points="0.0,0.0 240.0,100.0 480.0,50.0"' in outputs[4]["text/html"]
