@@ -1,16 +1,16 @@
 """Products of a few rows with the matrices of several groups, for decoding with experts on Hopper (Pallas, Mosaic GPU).
 
-    out[w, z] = (rows[z] @ matrices[w][groups[z]]).T    for each slot z that is used
+    out[w, z] = (rows[z] @ matrices[w][groups[z]]).T    for each slot z that has a group
 
-Dimensions: Z slots, each with a group and up to R rows; R a multiple of 8; E groups, W matrices per group, K and N the
-axes of a matrix, S parts into which the contracted axis is split. rows [Z, R, K], or [1, R, K] for the same rows in all
-slots; bfloat16. Sums are float32, and those of the S parts are added by the caller.
+Dimensions: Z slots, each with a group and up to R rows, or with group E: none; R a multiple of 8; E groups, W matrices
+per group, K and N the axes of a matrix, S parts into which the contracted axis is split. rows [Z, R, K], or [1, R, K]
+for the same rows in all slots; bfloat16. Sums are float32, and those of the S parts are added by the caller.
 
 The limit is memory bandwidth: the matrices of the slots that are used are read once, 2 K N bytes each, whatever R is. A
 block of 128 threads computes 128 columns of one matrix and one part: the columns are the rows of the tensor-core
 products (transposed matrix times transposed rows), so that nothing is computed for rows that do not exist. A ring of
 STAGES steps of 64 contracted elements is in flight (TMA), 17 KB each up to 8 rows; three blocks fit on a
-multiprocessor, and K is split until there are at least two. Slots that are not used are skipped, and their results are
+multiprocessor, and K is split until there are at least two. Slots without a group are skipped, and their results are
 undefined.
 """
 
@@ -48,19 +48,18 @@ def num_parts(num_blocks: int, contracted: int) -> int:
 
 @functools.partial(jax.jit, static_argnames=("interpret",))  # lowered once for all layers
 def products(
-    rows_ZRK: jax.Array, matrices: Sequence[jax.Array], groups_Z: jax.Array, is_used_Z: jax.Array, *,
-    interpret: Any = None
-) -> jax.Array:  # fmt: skip
-    """-> float32 [W, S, Z, N, R]. matrices: [E, K, N] each. groups: int32. is_used: int32, 0 or 1."""
+    rows_ZRK: jax.Array, matrices: Sequence[jax.Array], groups_Z: jax.Array, *, interpret: Any = None
+) -> jax.Array:
+    """-> float32 [W, S, Z, N, R]. matrices: [E, K, N] each. groups: int32."""
     num_slots = groups_Z.shape[0]
     _, num_rows, contracted = rows_ZRK.shape
-    width = matrices[0].shape[2]
+    num_groups, _, width = matrices[0].shape
     tiles = width // COLUMNS
     parts = num_parts(num_slots * len(matrices) * tiles, contracted)
     steps = contracted // STEP // parts
     stages = min(STAGES, steps)
 
-    def body(rows_ref, groups_ref, is_used_ref, *refs):
+    def body(rows_ref, groups_ref, *refs):
         *matrix_refs, out_ref, full, rows_smem, matrix_smem = refs
         slot, column, part = (lax.axis_index(name) for name in ("slot", "column", "part"))
         of_rows = slot if rows_ref.shape[0] > 1 else 0
@@ -89,9 +88,10 @@ def products(
             lax.fori_loop(0, steps, one_step, None)
             return acc_ref[...]
 
-        @pl.when(is_used_ref[slot] != 0)
+        group = groups_ref[slot]
+
+        @pl.when(group < num_groups)
         def _compute():
-            group = groups_ref[slot]
             for step in range(stages):
                 copy(group, step)
             result = pl.run_scoped(functools.partial(sums, group), plgpu.ACC((COLUMNS, num_rows), jnp.float32))
@@ -111,7 +111,7 @@ def products(
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
-    return run(rows_ZRK, groups_Z, is_used_Z, *matrices)
+    return run(rows_ZRK, groups_Z, *matrices)
 
 
 def _transposed(ref):

@@ -127,13 +127,13 @@ def decode(
 
 
 def _join(sums_BKpRH, stats_BKp2R):
-    """Combines the parts (p) of each sequence -> out [B, K, R, H], log-sum-exp [B, K, R]."""
-    most_BKpR = stats_BKp2R[:, :, :, 0]
-    total_BKpR = stats_BKp2R[:, :, :, 1]
-    most_BKR = jnp.max(most_BKpR, 2)
-    weight_BKpR = jnp.exp2(most_BKpR - most_BKR[:, :, None])
-    total_BKR = jnp.sum(weight_BKpR * total_BKpR, 2)
-    out_BKRH = jnp.sum(weight_BKpR[..., None] * sums_BKpRH, 2)
+    """Combines the parts (p) of each sequence -> out [B, K, R, H], log-sum-exp [B, K, R]. Sums and maxima are written
+    out: XLA makes a kernel of each reduction, and two kernels of these."""
+    parts = range(sums_BKpRH.shape[2])
+    most_BKR = functools.reduce(jnp.maximum, [stats_BKp2R[:, :, p, 0] for p in parts])
+    weights = [jnp.exp2(stats_BKp2R[:, :, p, 0] - most_BKR) for p in parts]
+    total_BKR = functools.reduce(jnp.add, [w_BKR * stats_BKp2R[:, :, p, 1] for p, w_BKR in enumerate(weights)])
+    out_BKRH = functools.reduce(jnp.add, [w_BKR[..., None] * sums_BKpRH[:, :, p] for p, w_BKR in enumerate(weights)])
     out_BKRH = jnp.where(total_BKR[..., None] > 0, out_BKRH / total_BKR[..., None], 0)
     return out_BKRH, (most_BKR + jnp.log2(total_BKR)) / LOG2E
 

@@ -12,6 +12,7 @@ Hopper our kernel computes the products (pallas_kernels/few_rows.py). Other devi
 take the way of training (layers/feed_forward/moe.py).
 """
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -63,29 +64,35 @@ def few_tokens(
 
     products = products or kernel.products
     num_tokens = x_nD.shape[0]
-    groups_Z, weights_Zn = _slots(experts_nK, weights_nK, down_EFD.shape[0])
-    is_used_Z = jnp.any(weights_Zn != 0, 1).astype(jnp.int32)
+    num_experts = down_EFD.shape[0]
+    groups_Z, weights_Zn = _slots(experts_nK, weights_nK, num_experts)
     padding = -num_tokens % kernel.ALIGNED
     x_RD = jnp.pad(x_nD, ((0, padding), (0, 0)))
-    weights_ZR1 = jnp.pad(weights_Zn, ((0, 0), (0, padding)))[..., None]
+    weights_Z1R = jnp.pad(weights_Zn, ((0, 0), (0, padding)))[:, None]
 
-    sums_WZFR = jnp.sum(products(x_RD[None], wide, groups_Z, is_used_Z), 1)
-    hidden_ZRF = activate(sums_WZFR.transpose(1, 3, 0, 2), name)
+    found = products(x_RD[None], wide, groups_Z)
+    wide_ZFWR = jnp.stack([_sum_of_parts(of_matrix_SZFR) for of_matrix_SZFR in found], 2)
+    hidden_ZFR = activate(wide_ZFWR, name)
     # Where the weight is zero, the products may be anything.
-    hidden_ZRF = jnp.where(weights_ZR1 != 0, hidden_ZRF * weights_ZR1, 0).astype(x_nD.dtype)
-    sums_ZDR = jnp.sum(products(hidden_ZRF, [down_EFD], groups_Z, is_used_Z)[0], 0)
-    y_DR = jnp.sum(jnp.where(is_used_Z[:, None, None] != 0, sums_ZDR, 0), 0)
+    hidden_ZFR = jnp.where(weights_Z1R != 0, hidden_ZFR * weights_Z1R, 0).astype(x_nD.dtype)
+    sums_ZDR = _sum_of_parts(products(hidden_ZFR.swapaxes(1, 2), [down_EFD], groups_Z)[0])
+    y_DR = jnp.sum(jnp.where(groups_Z[:, None, None] < num_experts, sums_ZDR, 0), 0)
     return y_DR.T[:num_tokens].astype(x_nD.dtype)
 
 
 def _slots(experts_nK: jax.Array, weights_nK: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
-    """-> (int32 [Z]: the expert of each slot, float32 [Z, n]: its weight for each token)."""
+    """-> (int32 [Z]: the expert of each slot, E of one that is not used; float32 [Z, n]: its weight for each token)."""
     num_tokens, top_k = experts_nK.shape
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     if num_tokens * top_k < num_experts:
-        choices = experts_nK.ravel()
         is_own = jnp.repeat(token, top_k)[:, None] == token
-        return jnp.minimum(choices, num_experts - 1), jnp.where(is_own, weights_nK.ravel()[:, None], 0)
+        return experts_nK.ravel(), jnp.where(is_own, weights_nK.ravel()[:, None], 0)
     every = jnp.arange(num_experts, dtype=jnp.int32)
     chosen_EnK = every[:, None, None] == experts_nK
-    return every, jnp.sum(jnp.where(chosen_EnK, weights_nK, 0), 2)
+    is_chosen_E = jnp.any(chosen_EnK, (1, 2))
+    return jnp.where(is_chosen_E, every, num_experts), jnp.sum(jnp.where(chosen_EnK, weights_nK, 0), 2)
+
+
+def _sum_of_parts(products_SZNR: jax.Array) -> jax.Array:
+    """As an addition of slices, which XLA fuses with what reads the sum; a reduction would be a kernel of its own."""
+    return functools.reduce(jnp.add, list(products_SZNR))
