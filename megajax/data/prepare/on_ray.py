@@ -3,11 +3,13 @@
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterator
 
 from megajax.data.prepare.parts import Part
 
 MAX_RETRIES = 10
+CONNECT_SECONDS = 10
 
 
 def encode_on_ray(address: str, encode: Callable[..., object], num_parts: int, num_cpus: int) -> Iterator[object]:
@@ -23,8 +25,11 @@ def encode_on_ray(address: str, encode: Callable[..., object], num_parts: int, n
         raise ValueError(f"--ray={address} needs the package ray; pip install 'megajax[ray]'") from None
     with contextlib.ExitStack() as stack:
         try:
+            host, _, port = address.removeprefix("ray://").rpartition(":")
+            if port.isdecimal():  # Ray itself waits for ten minutes
+                socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
             stack.enter_context(ray.init(address, logging_level=logging.ERROR))
-        except (ConnectionError, ValueError) as error:
+        except (OSError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"--ray={address}: no cluster answers ({reason}); begin one with `ray start`") from None
         task = ray.remote(num_cpus=num_cpus, max_retries=MAX_RETRIES, retry_exceptions=[OSError])(_encode)

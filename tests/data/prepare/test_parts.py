@@ -174,7 +174,7 @@ def test_options_that_do_not_fit_are_refused(corpus, tmp_path, capsys, options, 
     assert message in refused([*corpus, f"--output_prefix={tmp_path}/x", *options], capsys)
 
 
-@pytest.mark.slow  # 30 seconds to start the nodes
+@pytest.mark.slow  # 10 seconds, most of them to start the nodes
 def test_a_ray_cluster_writes_the_bytes_of_one_process(corpus, tmp_path, capsys, monkeypatch):
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
@@ -193,4 +193,5 @@ def test_a_ray_cluster_writes_the_bytes_of_one_process(corpus, tmp_path, capsys,
         assert list(tmp_path.glob("x-*-of-00005.meta.json"))
     finally:
         cluster.shutdown()
-    assert "no cluster answers" in refused([*options, "--overwrite"], capsys)
+    for address in (cluster.address, "auto"):
+        assert "no cluster answers" in refused([*options, "--overwrite", f"--ray={address}"], capsys)
