@@ -2,11 +2,13 @@
 
 import dataclasses
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import configs
+import megajax
 from megajax.config import Config
 from megajax.models.interface import MODELS
 from megajax.tasks.interface import TASKS
@@ -68,3 +70,11 @@ def test_the_map_of_the_code_names_what_exists():
         assert re.search(defined, path.read_text(), re.MULTILINE), file
     rooms = {path.parent.name for path in (ROOT / "megajax").glob("*/__init__.py")}
     assert sorted(room for room in rooms if f"`{room}/`" not in text) == []
+
+
+def test_readme_names_the_version_and_what_it_needs():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (jax,) = [re.search(r"[\d.]+", name)[0] for name in project["dependencies"] if name.startswith("jax>=")]
+    python = project["requires-python"].removeprefix(">=")
+    line = f"Version {megajax.__version__} · Python {python} or newer · JAX {jax} or newer · Apache License 2.0"
+    assert line in (ROOT / "README.md").read_text().splitlines()
