@@ -194,7 +194,7 @@ def log_exchange(exchange: Exchange) -> None:
 
 
 def make_plan(experts_BTK: jax.Array, exchange: Exchange, turn=0) -> Plan:
-    """The plan of round `turn` (an int or int32 scalar). An expert number of E means: not sent.
+    """The plan of round `turn` (an int or int32 scalar). Choices that are not sent in it have expert number E.
 
     Where several devices hold the same tokens (a batch too small to split), one of them sends them.
     """
