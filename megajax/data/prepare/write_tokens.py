@@ -109,26 +109,33 @@ def preprocess(
         for key, count in zip(json_keys, counts, strict=True):
             if part is None:
                 _refuse_empty(files, key if len(json_keys) > 1 else None, sum(count, collections.Counter()))
-    media: dict[str, Any] = {}
-    if reader.media_tokens:
-        table = ImageTable(output_prefix)
-        for kind, token in reader.media_tokens.items():
-            media |= {kind.token: token, f"{kind.name}_id": encoder.media_ids[kind]}
-        media |= {"num_images": len(table), "images_sha256": table.fingerprint()}
+    media = _media_facts(encoder, output_prefix) if reader.media_tokens else {}
     metas = {}
     for prefix in prefixes:
         if not reader.media_tokens and os.path.exists(image_table_path(prefix)):
             os.remove(image_table_path(prefix))  # of the dataset that this one replaces
     for prefix, writer, count in zip(prefixes, writers, counts, strict=True):
-        inputs = [
-            {"path": piece.path, "sha256": digests.get(number)}
-            | {name: count[number][name] for name in COUNTS}
-            | ({"begin": piece.begin} if piece.begin else {})
-            for number, piece in enumerate(pieces)
-        ]
+        inputs = _inputs(pieces, digests, count)
         metas[prefix] = make_meta(facts_of[prefix] | media, inputs, str(encoder.dtype), writer.digest.hexdigest())
         write_meta(prefix, metas[prefix])
     return metas
+
+
+def _media_facts(encoder: Encoder, prefix: str) -> dict[str, Any]:
+    table = ImageTable(prefix)
+    facts: dict[str, Any] = {"num_images": len(table), "images_sha256": table.fingerprint()}
+    for kind, token in encoder.reader.media_tokens.items():
+        facts |= {kind.token: token, f"{kind.name}_id": encoder.media_ids[kind]}
+    return facts
+
+
+def _inputs(pieces: Sequence[Piece], digests: dict[int, str], counts: Sequence[collections.Counter]) -> list[dict]:
+    """What meta.json says of each input file, or piece of it: `begin` if it is not its beginning."""
+    inputs = []
+    for number, (piece, count) in enumerate(zip(pieces, counts, strict=True)):
+        file = {"path": piece.path, "sha256": digests.get(number)} | {name: count[name] for name in COUNTS}
+        inputs.append(file | ({"begin": piece.begin} if piece.begin else {}))
+    return inputs
 
 
 def _record_forms(files: Sequence[str], reader: Reader) -> dict[str, str]:
