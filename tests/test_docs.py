@@ -1,12 +1,15 @@
 """What README and docs say that can be compared with the code: names of fields, recipes and files."""
 
+import ast
 import dataclasses
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import configs
+import megajax
 from megajax.config import Config
 from megajax.models.interface import MODELS
 from megajax.tasks.interface import TASKS
@@ -68,3 +71,30 @@ def test_the_map_of_the_code_names_what_exists():
         assert re.search(defined, path.read_text(), re.MULTILINE), file
     rooms = {path.parent.name for path in (ROOT / "megajax").glob("*/__init__.py")}
     assert sorted(room for room in rooms if f"`{room}/`" not in text) == []
+
+
+def test_readme_names_the_version_and_what_it_needs():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (jax,) = [re.search(r"[\d.]+", name)[0] for name in project["dependencies"] if name.startswith("jax>=")]
+    python = project["requires-python"].removeprefix(">=")
+    line = f"Version {megajax.__version__} · Python {python} or newer · JAX {jax} or newer · Apache License 2.0"
+    assert line in (ROOT / "README.md").read_text().splitlines()
+
+
+def test_troubleshooting_quotes_messages_of_the_code():
+    """Parts between ... and values; those of JAX and the system are not ours."""
+    ours = set()
+    for path in [*(ROOT / "megajax").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                ours.add(node.value)
+    said = "\n".join(ours)
+    others = "An NVIDIA GPU", "Unable to initialize", "RESOURCE_EXHAUSTED", "Killed"
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    quoted = [
+        text for cell in re.findall(r"^\|([^|]+)\|", page, re.MULTILINE) for text in re.findall(r"`([^`]+)`", cell)
+    ]
+    parts = [part.strip() for text in quoted if not text.startswith(others) for part in re.split(r"\.\.\.|=|\d+", text)]
+    missing = [part for part in parts if " " in part and part not in said]
+    assert missing == []
+    assert len(parts) > 20

@@ -15,29 +15,40 @@ P.images says where these are (docs/data.md). An existing dataset is only replac
 
 The output does not depend on --workers: batches of documents are encoded in order, at most a few per worker at a time,
 so memory is constant. `merge`, `verify` and `inspect` as first argument run these commands instead.
+
+Several machines: --part=3/16 encodes the third of 16 parts of the input (scripts/preprocess.slurm), and `merge` joins
+them; --ray=ADDRESS does both on a Ray cluster. Both write what one process writes, byte for byte, and leave finished
+parts as they are when they are started again.
 """
 
 import dataclasses
+import functools
+import itertools
 import os
 import sys
 from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 from megajax.data import inspect
 from megajax.data.blend_file import RECORD_SUFFIXES
 from megajax.data.indexed.dataset import prefix_of
 from megajax.data.prepare.documents import MAX_DOCUMENT_BYTES, Reader
+from megajax.data.prepare.merge import merge
+from megajax.data.prepare.on_ray import encode_on_ray
+from megajax.data.prepare.parts import MAX_PARTS, Part, parse_part
 from megajax.data.prepare.read_input import expand
 from megajax.data.prepare.train_tokenizer import train_tokenizer
 from megajax.data.prepare.write_tokens import output_prefixes, preprocess, refuse_to_overwrite
 from megajax.data.tokenizers.chat_template import load_chat_template
 from megajax.data.tokenizers.load import load_tokenizer, tokenizer_file
 from megajax.data.tokenizers.tokenizer import BytesTokenizer
+from megajax.fields.ranges import Range
 from megajax.media.kinds import KINDS
 from megajax.terminal.announce import announced
 from megajax.terminal.command_line import errors_in_one_line, parse
 from megajax.terminal.progress import progress_bar
 
+PART_BYTES = 1 << 30  # of a part on a Ray cluster
 # The files of a folder that are read if there are images beside them.
 WITH_IMAGES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".tar")
 
@@ -64,7 +75,7 @@ class Options:
     chat_template: str | None = None
     """Jinja file; default: the tokenizer's, else ChatML."""
     workers: int | None = None
-    """Processes; default: all cores."""
+    """Processes; default: all cores, and with --ray one for each part."""
     append_eod: bool = True
     """End every document with the end-of-document token; --no-append_eod: do not."""
     overwrite: bool = False
@@ -79,6 +90,12 @@ class Options:
     """The same for clips of sound: WAV files of 16 bits at 16 kHz."""
     images: str | None = None
     """Folder of the images and clips that records name; default: the folder of the record's file."""
+    part: str | None = None
+    """I/N: encode this part of N alone, as P-I-of-N; `merge` joins the parts."""
+    ray: str | None = None
+    """Encode the parts on this Ray cluster, and join them: auto, HOST:PORT or ray://HOST:PORT."""
+    num_parts: Annotated[int, Range(at_least=1, at_most=MAX_PARTS)] | None = None
+    """With --ray; default: one for each GiB of input."""
 
     @property
     def media_tokens(self) -> dict[str, str]:
@@ -141,6 +158,18 @@ def _check_media(flags: Options) -> None:
         raise ValueError(f"--images={flags.images} is no folder")
 
 
+def _check_parts(flags: Options) -> None:
+    if flags.part and flags.ray:
+        raise ValueError("--part is not used with --ray, which encodes all parts; leave one of them out")
+    if flags.num_parts and not flags.ray:
+        raise ValueError("--num_parts is only used with --ray; --part=I/N says it itself")
+    if flags.part and flags.tokenizer.startswith("sentencepiece:"):
+        raise ValueError(
+            f"--tokenizer={flags.tokenizer} is trained on all input, not on a part; train it on a sample first, and "
+            "name its .model"
+        )
+
+
 def _run(flags: Options) -> dict[str, dict]:
     if flags.conversations and flags.split_sentences:
         raise ValueError("--split_sentences is not allowed with --conversations; leave one of them out")
@@ -149,8 +178,10 @@ def _run(flags: Options) -> dict[str, dict]:
     if flags.chat_template and form != "conversations":
         raise ValueError("--chat_template is only used with --conversations")
     _check_media(flags)
+    _check_parts(flags)
+    part = parse_part(flags.part) if flags.part else None
     json_keys = flags.json_keys or (("messages",) if form == "conversations" else ("text",))
-    if not flags.overwrite:
+    if not flags.overwrite and part is None:
         for prefix in output_prefixes(output_prefix, json_keys):
             refuse_to_overwrite(prefix)
     suffixes = RECORD_SUFFIXES if flags.conversations else ("",)
@@ -166,23 +197,49 @@ def _run(flags: Options) -> dict[str, dict]:
     tokenizer = load_tokenizer(spec)
     if form == "conversations":
         template = load_chat_template(tokenizer, flags.chat_template, flags.media_tokens)
+    encode = functools.partial(
+        preprocess,
+        files,
+        output_prefix,
+        tokenizer,
+        spec,
+        json_keys=json_keys,
+        form=form,
+        template=template,
+        append_eod=flags.append_eod,
+        on_error=flags.on_error,
+        max_document_bytes=flags.max_document_bytes,
+        image_folder=flags.images,
+        overwrite=flags.overwrite,
+    )
     total = sum(os.path.getsize(path) for path in files)
     with progress_bar("tokens") as advance:
-        return preprocess(
-            files,
-            output_prefix,
-            tokenizer,
-            spec,
-            json_keys=json_keys,
-            form=form,
-            template=template,
-            append_eod=flags.append_eod,
+        if flags.ray:
+            num_parts = flags.num_parts or min(MAX_PARTS, max(1, -(-total // PART_BYTES)))
+            num_workers = flags.workers or 1
+            encode = functools.partial(encode, num_workers=num_workers)
+            for _ in encode_on_ray(flags.ray, encode, num_parts, num_workers):
+                advance(total // num_parts, total)
+            return _join(output_prefix, json_keys, num_parts)
+        return encode(
             num_workers=(os.cpu_count() or 1) if flags.workers is None else flags.workers,
-            on_error=flags.on_error,
-            max_document_bytes=flags.max_document_bytes,
-            image_folder=flags.images,
-            progress=lambda done: advance(done, total),
+            part=part,
+            progress=lambda done: advance(done, total // (part.count if part else 1)),
         )
+
+
+def _join(output_prefix: str, json_keys: Sequence[str], num_parts: int) -> dict[str, dict]:
+    """Merges the parts, and then removes them."""
+    parts = [Part(number, num_parts).prefix(output_prefix) for number in range(1, num_parts + 1)]
+    of_keys = list(zip(*(output_prefixes(path, json_keys) for path in parts), strict=True))
+    metas = {}
+    with announced("merging the parts"):
+        for prefix, of_key in zip(output_prefixes(output_prefix, json_keys), of_keys, strict=True):
+            metas[prefix] = merge(of_key, prefix) or {}
+    for path in itertools.chain(*of_keys):
+        for suffix in (".meta.json", ".bin", ".idx"):
+            os.remove(path + suffix)
+    return metas
 
 
 if __name__ == "__main__":

@@ -42,8 +42,8 @@ class ExecutionConfig:
     """How tokens get to experts when mesh.expert splits them: all_to_all or all_gather; auto: the one that sends less.
     The log says which one is used."""
     expert_buffer: Annotated[float, Range(at_least=1, at_most=1e6)] = 1.5
-    """Buffer size relative to an even load. Tokens that do not fit go in further rounds, so a larger
-    buffer costs memory and a smaller one time; results are the same."""
+    """Buffer size relative to an even load. Tokens for which there is no room are sent in further
+    rounds, so a larger buffer costs memory and a smaller one time; results are the same."""
     deterministic: bool = False
     """Make steps bitwise reproducible on a GPU too, also after a restart; slower, and not tried on several GPUs
     (docs/reliability.md). On CPU they always are."""

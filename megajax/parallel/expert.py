@@ -8,8 +8,8 @@ one round.
                  device, however many of its experts are there. With P = 1 this only sorts tokens; nothing is sent.
     all_to_all   a token is sent once for each of its experts, only to the devices that hold them.
 
-Buffers have a static size, `buffer` times the rows of an even load. Tokens that do not fit take further rounds, as many
-as any device needs; nothing is dropped.
+Buffers have a static size, `buffer` times the rows of an even load. Tokens for which there is no room are sent in
+further rounds, until no device has any left; nothing is dropped.
 
 `dispatch` is linear in the tokens and `combine` is its transpose, so each is the derivative of the other. A plan of
 integers says which token goes where. `tensor` splits the width of the rows (ops/grouped_matmul.py).
@@ -194,7 +194,7 @@ def log_exchange(exchange: Exchange) -> None:
 
 
 def make_plan(experts_BTK: jax.Array, exchange: Exchange, turn=0) -> Plan:
-    """The plan of round `turn` (an int or int32 scalar). An expert number of E means: not sent.
+    """The plan of round `turn` (an int or int32 scalar). Choices that are not sent in it have expert number E.
 
     Where several devices hold the same tokens (a batch too small to split), one of them sends them.
     """

@@ -1,6 +1,7 @@
 """Loss curves side by side, and what the README shows of them."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,13 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path):
 def test_readme_shows_the_measured_curves():
     found = json.loads((ROOT / "benchmarks" / "measured" / "loss_curves.json").read_text())
     assert curves.table(found) in (ROOT / "docs" / "speed.md").read_text()
+
+
+def test_hyperparameters_shows_the_measured_losses():
+    rows = json.loads((ROOT / "benchmarks" / "measured" / "learning_rates.json").read_text())["rows"]
+    page = (ROOT / "docs" / "hyperparameters.md").read_text()
+    for width in (64, 128):
+        for name, shown in (("adamw", "AdamW"), ("muon", "Muon")):
+            own = [row for row in rows if (row["embed_dim"], row["optimizer"]) == (width, name)]
+            (line,) = [line for line in page.splitlines() if line.startswith(f"| {shown}, width {width} |")]
+            assert re.findall(r"\d\.\d{3}", line) == [f"{row['eval_bits_per_byte']:.3f}" for row in own]

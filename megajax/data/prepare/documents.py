@@ -73,6 +73,10 @@ class Reader:
             return "tar"
         return "jsonl" if name.endswith(".jsonl") else "parquet" if path.endswith(".parquet") else "text"
 
+    def may_be_cut(self, path: str) -> bool:
+        """Whether the file can be read from the middle."""
+        return self.kind_of(path) == "parquet" or (self.kind_of(path) == "jsonl" and path.endswith(".jsonl"))
+
     def word(self, path: str) -> str:
         """What a document of the file is called in messages."""
         return {"dataset": "row", "parquet": "row", "json": "record"}.get(self.kind_of(path), "line")
@@ -108,13 +112,16 @@ class Reader:
         if IMAGE in self.media_tokens and importlib.util.find_spec("PIL") is None:
             raise ValueError("--image_token needs the package Pillow; pip install 'megajax[images]'")
 
-    def documents(self, path: str, records: Records, first: int) -> Iterator[tuple[Callable[[], Document], str]]:
+    def documents(
+        self, path: str, records: Records, first: int, begin: int = 0
+    ) -> Iterator[tuple[Callable[[], Document], str]]:
         """(function that returns the document or raises ValueError, location) of each of some records of a file. first:
-        number of the first of them."""
+        number of the first of them, counted from byte `begin` of the file."""
         word = self.word(path)
+        after = f" after byte {begin}" if begin else ""
         for i, record in enumerate(records, first):
             if not isinstance(record, bytes) or record.strip():
-                where = f"{path} sample {record.key}" if isinstance(record, TarSample) else f"{path} {word} {i}"
+                where = f"{path} sample {record.key}" if isinstance(record, TarSample) else f"{path} {word} {i}{after}"
                 yield lambda record=record, where=where: self._document(record, path, where), where
 
     def first_form(self, records: Records) -> str | None:

@@ -65,7 +65,7 @@ class Encoder:
             return [self._encode_file(number, path) for number, path in batch.files]
         encoded = []
         skipped = []
-        for read, where in self.reader.documents(batch.files[0][1], batch.records, batch.first):
+        for read, where in self.reader.documents(batch.files[0][1], batch.records, batch.first, batch.begin):
             try:
                 encoded.append(self._encode(read(), where))
             except ValueError as error:  # from JSON, UTF-8, the template or the tokenizer

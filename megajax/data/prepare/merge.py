@@ -17,6 +17,7 @@ import numpy as np
 from megajax.data.indexed.dataset import HEADER, WRITE_BLOCK, IndexedDataset, IndexedDatasetWriter, prefix_of
 from megajax.data.indexed.images import ImageTable, image_table_path
 from megajax.data.indexed.meta import COUNTS, make_meta, read_meta, write_meta
+from megajax.data.prepare.parts import check_complete, joined
 from megajax.data.prepare.write_tokens import refuse_to_overwrite
 from megajax.terminal.command_line import errors_in_one_line, parse
 from megajax.terminal.one_line import print_error
@@ -28,8 +29,8 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> dict | None:
     """Concatenates the datasets as `output_prefix`; returns its meta.json, None if they have none.
 
     The files equal those that `preprocess` makes of all inputs in this order. Raises ValueError if the datasets differ
-    in dtype, tokenizer, form of the documents or end-of-document token, if only some have a meta.json, or if one is
-    damaged.
+    in dtype, tokenizer, form of the documents or end-of-document token, if only some have a meta.json, if one is
+    damaged, or if they are parts (parts.py), but not all of them in order.
     """
     datasets = [IndexedDataset(prefix) for prefix in prefixes]
     metas = [read_meta(prefix) for prefix in prefixes]
@@ -48,8 +49,9 @@ def merge(prefixes: Sequence[str], output_prefix: str) -> dict | None:
     known = [meta for meta in metas if meta is not None]
     if not known:
         return None
-    inputs = [file for meta in known for file in meta["inputs"]]
-    facts = {key: value for key, value in known[0].items() if key not in (*COUNTS, "dtype", "sha256", "inputs")}
+    inputs = joined([file for meta in known for file in meta["inputs"]])
+    facts = {key: value for key, value in known[0].items() if key not in (*COUNTS, "dtype", "sha256", "inputs", "part")}
+    facts["record_forms"] = sorted({form for meta in known for form in meta.get("record_forms", ())})
     meta = make_meta(facts, inputs, str(writer.dtype), writer.digest.hexdigest())
     write_meta(output_prefix, meta)
     return meta
@@ -84,6 +86,7 @@ def _check(datasets: Sequence[IndexedDataset], metas: Sequence[dict | None], out
                 )
         if not isinstance(meta.get("inputs"), list):
             raise ValueError(f"merge: {dataset.prefix}.meta.json does not list its input files; preprocess it again")
+    check_complete([dataset.prefix for dataset in datasets], [meta for meta in metas if meta is not None])
 
 
 def _token_blocks(dataset: IndexedDataset) -> Iterator[np.ndarray]:

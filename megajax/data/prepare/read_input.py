@@ -12,12 +12,14 @@ import gzip
 import hashlib
 import io
 import os
+import sys
 from collections.abc import Generator, Iterator, Sequence
 
 from megajax.data.prepare.conversation_records import FIELDS, MEDIA_FIELDS, recognised, shortened
 from megajax.data.prepare.documents import Reader, Records
 from megajax.data.prepare.hugging_face_rows import rows_of
 from megajax.data.prepare.json_array import JsonArray
+from megajax.data.prepare.parts import Piece
 from megajax.data.prepare.tar_samples import tar_samples
 
 # Size of a batch, the unit of work of a worker: this many bytes of lines, or of whole files.
@@ -42,13 +44,17 @@ class Batch:
     """Bytes of the input as stored, for the progress bar."""
     problem: str | None = None
     """Why the rest of the file could not be read."""
+    begin: int = 0
+    """The byte of the file from which records are counted."""
 
 
 class HashedFile(io.RawIOBase):
-    """A file read from front to back that counts and hashes its bytes."""
+    """A file, or a piece of it, read from front to back, that counts and hashes its bytes."""
 
-    def __init__(self, path: str):
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115, close() closes
+    def __init__(self, piece: Piece):
+        self._file = open(piece.path, "rb", buffering=0)  # noqa: SIM115, close() closes
+        self._file.seek(piece.begin)
+        self._left = sys.maxsize if piece.end is None else piece.end - piece.begin
         self.digest = hashlib.sha256()
         self.num_bytes = 0
 
@@ -56,13 +62,15 @@ class HashedFile(io.RawIOBase):
         return True
 
     def readinto(self, buffer) -> int:
-        count = self._file.readinto(buffer)
+        count = self._file.readinto(memoryview(buffer)[: self._left])
         self.digest.update(memoryview(buffer)[:count])
         self.num_bytes += count
+        self._left -= count
         return count
 
     def finish(self) -> str:
-        """Reads the rest of the file -> sha256 of the whole file."""
+        """Reads the rest of the file, also behind the piece -> sha256 of the whole file."""
+        self._left = sys.maxsize
         while self.read(BATCH_BYTES):
             pass
         return self.digest.hexdigest()
@@ -120,7 +128,7 @@ def _damaged(path: str, error: Exception, after: str = "") -> str:
 def read_file(path: str, reader: Reader) -> tuple[bytearray, str]:
     """(content, sha256 of the file as stored)."""
     content = bytearray()
-    with contextlib.closing(HashedFile(path)) as raw:
+    with contextlib.closing(HashedFile(Piece(path))) as raw:
         file = _unpacked(path, raw)
         try:
             while len(content) <= reader.max_document_bytes and (piece := file.read(BATCH_BYTES)):
@@ -152,10 +160,17 @@ def expand(entries: Sequence[str], suffixes: tuple[str, ...] = ("",), option: st
 
 
 def read_batches(files: Sequence[str], reader: Reader, digests: dict[int, str]) -> Generator[Batch]:
-    """Batches of about BATCH_BYTES in the order of the documents. digests: filled with the sha256 of record files."""
+    """`read_pieces` of whole files."""
+    return read_pieces([Piece(path) for path in files], reader, digests)
+
+
+def read_pieces(pieces: Sequence[Piece], reader: Reader, digests: dict[int, str]) -> Generator[Batch]:
+    """Batches of about BATCH_BYTES in the order of the documents. digests: filled with the sha256 of record files of
+    which a piece is the beginning."""
     pending = []
     size = 0
-    for number, path in enumerate(files):
+    for number, piece in enumerate(pieces):
+        path = piece.path
         kind = reader.kind_of(path)
         if pending and (kind != "text" or size >= BATCH_BYTES):
             yield Batch(tuple(pending), num_bytes=size)
@@ -166,12 +181,13 @@ def read_batches(files: Sequence[str], reader: Reader, digests: dict[int, str]) 
             size += os.path.getsize(path)
         else:
             readers = {"dataset": _dataset_batches, "parquet": _row_batches, "tar": _tar_batches}
-            yield from readers.get(kind, _line_batches)(number, path, reader, digests)
+            yield from readers.get(kind, _line_batches)(number, piece, reader, digests)
     if pending:
         yield Batch(tuple(pending), num_bytes=size)
 
 
-def _line_batches(number: int, path: str, reader: Reader, digests: dict[int, str]) -> Iterator[Batch]:
+def _line_batches(number: int, piece: Piece, reader: Reader, digests: dict[int, str]) -> Iterator[Batch]:
+    path = piece.path
     files = ((number, path),)
     batch_bytes = IMAGE_BATCH_BYTES if reader.media_tokens else BATCH_BYTES
     problem = None
@@ -179,7 +195,7 @@ def _line_batches(number: int, path: str, reader: Reader, digests: dict[int, str
     size = 0
     first = 1
     reported = 0
-    with contextlib.closing(HashedFile(path)) as raw:
+    with contextlib.closing(HashedFile(piece)) as raw:
         file = _unpacked(path, raw)
         if reader.kind_of(path) == "json":
             file = JsonArray(file)
@@ -191,7 +207,7 @@ def _line_batches(number: int, path: str, reader: Reader, digests: dict[int, str
             except Exception as error:  # every kind of file has its own errors
                 problem = _damaged(path, error, f" after {reader.word(path)} {first + len(lines) - 1}")
             if not line or size >= batch_bytes:
-                yield Batch(files, tuple(lines), first, raw.num_bytes - reported, problem)
+                yield Batch(files, tuple(lines), first, raw.num_bytes - reported, problem, piece.begin)
                 first += len(lines)
                 lines = []
                 size = 0
@@ -200,7 +216,8 @@ def _line_batches(number: int, path: str, reader: Reader, digests: dict[int, str
                 break
             lines.append(line if is_whole else None)
             size += len(line)
-        digests[number] = raw.finish()
+        if piece.begin == 0:
+            digests[number] = raw.finish()
 
 
 def _read_line(file: io.BufferedIOBase | JsonArray, max_bytes: int) -> tuple[bytes, bool]:
@@ -214,8 +231,9 @@ def _read_line(file: io.BufferedIOBase | JsonArray, max_bytes: int) -> tuple[byt
     return line[:1], False
 
 
-def _tar_batches(number: int, path: str, reader: Reader, digests: dict[int, str]) -> Iterator[Batch]:
+def _tar_batches(number: int, piece: Piece, reader: Reader, digests: dict[int, str]) -> Iterator[Batch]:
     """Without a hash: a tar is mostly images, and not read as a whole."""
+    path = piece.path
     files = ((number, path),)
     samples = []
     first = 1
@@ -235,18 +253,24 @@ def _tar_batches(number: int, path: str, reader: Reader, digests: dict[int, str]
     yield Batch(files, tuple(samples), first, os.path.getsize(path) - done, problem)
 
 
-def _row_batches(number: int, path: str, reader: Reader, digests: dict[int, str]) -> Iterator[Batch]:
+def _row_batches(number: int, piece: Piece, reader: Reader, digests: dict[int, str]) -> Iterator[Batch]:
+    """A row group begins at the byte where it would if all rows had the same size."""
     import pyarrow.parquet
 
+    path = piece.path
     files = ((number, path),)
     first = 1
     size = os.path.getsize(path)
+    end = size if piece.end is None else piece.end
     try:
         # so that a column of a row group, which can be the whole file, is read in pieces without read-ahead
         with pyarrow.parquet.ParquetFile(path, buffer_size=BATCH_BYTES, pre_buffer=False) as file:
             columns = _columns(file.schema_arrow.names, reader)
             for group in range(file.num_row_groups):
                 facts = file.metadata.row_group(group)
+                if not piece.begin <= size * (first - 1) // max(1, file.metadata.num_rows) < end:
+                    first += facts.num_rows
+                    continue
                 rows = max(1, min(1 << 16, facts.num_rows * BATCH_BYTES // max(1, facts.total_byte_size)))
                 for block in file.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False):
                     share = size * block.num_rows // file.metadata.num_rows
@@ -255,12 +279,14 @@ def _row_batches(number: int, path: str, reader: Reader, digests: dict[int, str]
     except Exception as error:  # pyarrow raises many types
         location = path if first == 1 else f"{path} after row {first - 1}"
         yield Batch(files, (), first, problem=f"{location}: cannot be read ({error})")
-    with contextlib.closing(HashedFile(path)) as raw:
-        digests[number] = raw.finish()
+    if piece.begin == 0:
+        with contextlib.closing(HashedFile(piece)) as raw:
+            digests[number] = raw.finish()
 
 
-def _dataset_batches(number: int, path: str, reader: Reader, digests: dict[int, str]) -> Iterator[Batch]:
+def _dataset_batches(number: int, piece: Piece, reader: Reader, digests: dict[int, str]) -> Iterator[Batch]:
     """Without a hash: the rows are those of a commit, or of many files."""
+    path = piece.path
     files = ((number, path),)
     rows = rows_of(path)
     try:

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from megajax.data.indexed.dataset import IndexedDatasetWriter
 from megajax.data.indexed.images import ImageTable, ImageTableWriter, image_table_path
@@ -14,7 +15,8 @@ from megajax.data.indexed.meta import COUNTS, make_meta, read_meta, write_meta
 from megajax.data.prepare.conversation_records import shortened
 from megajax.data.prepare.documents import MAX_DOCUMENT_BYTES, Reader
 from megajax.data.prepare.encode import Block, Encoder, encode_in_order
-from megajax.data.prepare.read_input import read_batches
+from megajax.data.prepare.parts import Part, Piece, finished_part, part_facts, pieces_of
+from megajax.data.prepare.read_input import read_batches, read_pieces
 from megajax.data.tokenizers.chat_template import ChatTemplate, load_chat_template
 from megajax.data.tokenizers.tokenizer import Tokenizer
 
@@ -36,6 +38,8 @@ def preprocess(
     max_document_bytes: int = MAX_DOCUMENT_BYTES,
     image_folder: str | None = None,
     progress: Callable[[int], None] | None = None,
+    part: Part | None = None,
+    overwrite: bool = False,
 ) -> dict[str, dict]:
     """Encodes `files`, in this order, as an indexed dataset, or one per key; returns prefix -> its meta.json.
 
@@ -48,38 +52,24 @@ def preprocess(
     With a template that has tokens of media, conversations have images or clips, and `PREFIX.images` says which.
     image_folder: see Reader. They are read, and one that is missing or damaged counts as a document that cannot be
     read.
+
+    part: encodes this part of the files alone, as the dataset part.prefix(output_prefix), which `merge` joins with the
+    others. One that was finished before is left as it is; one of other files or settings is refused (ValueError),
+    unless `overwrite`.
     """
     if form == "conversations":
         template = template or load_chat_template(tokenizer)
     reader = Reader(tuple(json_keys), form, template, max_document_bytes, image_folder)
     reader.check(files)
+    pieces = [Piece(path) for path in files]
+    if part is not None:
+        if reader.media_tokens:
+            raise ValueError("--part and --ray: datasets with images or sound are not merged; preprocess all at once")
+        pieces = pieces_of(part, [(path, reader.may_be_cut(path)) for path in files])
     if reader.recognises_forms:
-        reader = dataclasses.replace(reader, record_forms=_record_forms(files, reader))
+        reader = dataclasses.replace(reader, record_forms=_record_forms([piece.path for piece in pieces], reader))
     encoder = Encoder(tokenizer, reader, append_eod)
-    prefixes = output_prefixes(output_prefix, json_keys)
-    counts = [[collections.Counter() for _ in files] for _ in prefixes]
-    digests: dict[int, str] = {}
-    with contextlib.ExitStack() as stack:
-        writers = [stack.enter_context(IndexedDatasetWriter(prefix, encoder.dtype)) for prefix in prefixes]
-        image_writers = [stack.enter_context(ImageTableWriter(output_prefix))] if reader.media_tokens else []
-        batches = read_batches(files, reader, digests)
-        results = stack.enter_context(contextlib.closing(encode_in_order(batches, encoder, num_workers)))
-        for batch, encoded in results:
-            for part in encoded:
-                _report(part.skipped, on_error)
-                for writer, count, block in zip(writers, counts, part.blocks, strict=True):
-                    writer.add_tokens(block.tokens)
-                    writer.add_index(block.lengths, block.sequences)
-                    count[part.file].update(_count(block), num_skipped=len(part.skipped))
-                for writer in image_writers:
-                    writer.add(part.images)
-                if part.sha256:
-                    digests[part.file] = part.sha256
-            if progress is not None:
-                progress(batch.num_bytes)
-        for key, count in zip(json_keys, counts, strict=True):
-            _refuse_empty(files, key if len(json_keys) > 1 else None, sum(count, collections.Counter()))
-    facts = {
+    facts: dict[str, Any] = {
         "tokenizer": tokenizer_spec,
         "tokenizer_identity": tokenizer.identity,
         "vocab_size": tokenizer.vocab_size,
@@ -89,23 +79,63 @@ def preprocess(
         "chat_template": template.identity if template else None,
         "record_forms": sorted(set(reader.record_forms.values())),
     }
-    if reader.media_tokens:
-        table = ImageTable(output_prefix)
-        for kind, token in reader.media_tokens.items():
-            facts |= {kind.token: token, f"{kind.name}_id": encoder.media_ids[kind]}
-        facts |= {"num_images": len(table), "images_sha256": table.fingerprint()}
+    if part is not None:
+        facts["part"] = part_facts(part, files, on_error=on_error, max_document_bytes=max_document_bytes)
+    prefixes = output_prefixes(part.prefix(output_prefix) if part else output_prefix, json_keys)
+    facts_of = {prefix: facts | {"json_key": key} for prefix, key in zip(prefixes, json_keys, strict=True)}
+    if part is not None and (finished := finished_part(facts_of, overwrite)):
+        logger.info("%s: this part was finished before", part.prefix(output_prefix))
+        return finished
+    counts = [[collections.Counter() for _ in pieces] for _ in prefixes]
+    digests: dict[int, str] = {}
+    with contextlib.ExitStack() as stack:
+        writers = [stack.enter_context(IndexedDatasetWriter(prefix, encoder.dtype)) for prefix in prefixes]
+        image_writers = [stack.enter_context(ImageTableWriter(output_prefix))] if reader.media_tokens else []
+        batches = read_pieces(pieces, reader, digests)
+        results = stack.enter_context(contextlib.closing(encode_in_order(batches, encoder, num_workers)))
+        for batch, encoded in results:
+            for of_file in encoded:
+                _report(of_file.skipped, on_error)
+                for writer, count, block in zip(writers, counts, of_file.blocks, strict=True):
+                    writer.add_tokens(block.tokens)
+                    writer.add_index(block.lengths, block.sequences)
+                    count[of_file.file].update(_count(block), num_skipped=len(of_file.skipped))
+                for writer in image_writers:
+                    writer.add(of_file.images)
+                if of_file.sha256:
+                    digests[of_file.file] = of_file.sha256
+            if progress is not None:
+                progress(batch.num_bytes)
+        for key, count in zip(json_keys, counts, strict=True):
+            if part is None:
+                _refuse_empty(files, key if len(json_keys) > 1 else None, sum(count, collections.Counter()))
+    media = _media_facts(encoder, output_prefix) if reader.media_tokens else {}
     metas = {}
     for prefix in prefixes:
         if not reader.media_tokens and os.path.exists(image_table_path(prefix)):
             os.remove(image_table_path(prefix))  # of the dataset that this one replaces
-    for prefix, key, writer, count in zip(prefixes, json_keys, writers, counts, strict=True):
-        inputs = [
-            {"path": path, "sha256": digests.get(number)} | {name: count[number][name] for name in COUNTS}
-            for number, path in enumerate(files)
-        ]
-        metas[prefix] = make_meta(facts | {"json_key": key}, inputs, str(encoder.dtype), writer.digest.hexdigest())
+    for prefix, writer, count in zip(prefixes, writers, counts, strict=True):
+        inputs = _inputs(pieces, digests, count)
+        metas[prefix] = make_meta(facts_of[prefix] | media, inputs, str(encoder.dtype), writer.digest.hexdigest())
         write_meta(prefix, metas[prefix])
     return metas
+
+
+def _media_facts(encoder: Encoder, prefix: str) -> dict[str, Any]:
+    table = ImageTable(prefix)
+    facts: dict[str, Any] = {"num_images": len(table), "images_sha256": table.fingerprint()}
+    for kind, token in encoder.reader.media_tokens.items():
+        facts |= {kind.token: token, f"{kind.name}_id": encoder.media_ids[kind]}
+    return facts
+
+
+def _inputs(pieces: Sequence[Piece], digests: dict[int, str], counts: Sequence[collections.Counter]) -> list[dict]:
+    """What meta.json says of each input file, or piece of it: `begin` if it is not its beginning."""
+    inputs = []
+    for number, (piece, count) in enumerate(zip(pieces, counts, strict=True)):
+        file = {"path": piece.path, "sha256": digests.get(number)} | {name: count[name] for name in COUNTS}
+        inputs.append(file | ({"begin": piece.begin} if piece.begin else {}))
+    return inputs
 
 
 def _record_forms(files: Sequence[str], reader: Reader) -> dict[str, str]:
