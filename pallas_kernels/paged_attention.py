@@ -23,6 +23,7 @@ Refused: see `problem`.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 import math
 
 import jax
@@ -38,6 +39,7 @@ SLOTS = 132 * 2  # target number of concurrent blocks on an H100: two per multip
 INT8_SLOTS = 132 * 4  # the same for int8, which also has to be converted
 MAX_PART_TOKENS = 4096  # so that the GPU does not wait long for one long sequence among short ones
 MANY_WAVES = 4  # of blocks: then it has others to do meanwhile, for twice as long
+WRITTEN_OUT = 8  # parts whose combination is a sum of as many terms
 
 
 def problem(
@@ -127,15 +129,23 @@ def decode(
 
 
 def _join(sums_BKpRH, stats_BKp2R):
-    """Combines the parts (p) of each sequence -> out [B, K, R, H], log-sum-exp [B, K, R]. Sums and maxima are written
-    out: XLA makes a kernel of each reduction, and two kernels of these."""
-    parts = range(sums_BKpRH.shape[2])
-    most_BKR = functools.reduce(jnp.maximum, [stats_BKp2R[:, :, p, 0] for p in parts])
-    weights = [jnp.exp2(stats_BKp2R[:, :, p, 0] - most_BKR) for p in parts]
-    total_BKR = functools.reduce(jnp.add, [w_BKR * stats_BKp2R[:, :, p, 1] for p, w_BKR in enumerate(weights)])
-    out_BKRH = functools.reduce(jnp.add, [w_BKR[..., None] * sums_BKpRH[:, :, p] for p, w_BKR in enumerate(weights)])
+    """Combines the parts (p) of each sequence -> out [B, K, R, H], log-sum-exp [B, K, R]."""
+    most_BKpR = stats_BKp2R[:, :, :, 0]
+    total_BKpR = stats_BKp2R[:, :, :, 1]
+    most_BKR = _reduced(jnp.max, jnp.maximum, most_BKpR)
+    weight_BKpR = jnp.exp2(most_BKpR - most_BKR[:, :, None])
+    total_BKR = _reduced(jnp.sum, jnp.add, weight_BKpR * total_BKpR)
+    out_BKRH = _reduced(jnp.sum, jnp.add, weight_BKpR[..., None] * sums_BKpRH)
     out_BKRH = jnp.where(total_BKR[..., None] > 0, out_BKRH / total_BKR[..., None], 0)
     return out_BKRH, (most_BKR + jnp.log2(total_BKR)) / LOG2E
+
+
+def _reduced(reduction: Callable, operation: Callable, parts_BKpR: jax.Array) -> jax.Array:
+    """Over the parts. XLA makes a kernel of each reduction, and fuses what is written out, but compiling many parts in
+    each layer takes long."""
+    if parts_BKpR.shape[2] > WRITTEN_OUT:
+        return reduction(parts_BKpR, 2)
+    return functools.reduce(operation, [parts_BKpR[:, :, p] for p in range(parts_BKpR.shape[2])])
 
 
 @dataclasses.dataclass(frozen=True)
