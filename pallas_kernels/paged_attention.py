@@ -23,8 +23,8 @@ Refused: see `problem`.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
