@@ -142,4 +142,4 @@ def initialise(module: nn.Module, std: float) -> None:
 
 
 def cross_entropy(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
-    return F.cross_entropy(logits_BTV.view(-1, logits_BTV.shape[-1]).float(), labels_BT.reshape(-1))
+    return F.cross_entropy(logits_BTV.reshape(-1, logits_BTV.shape[-1]).float(), labels_BT.reshape(-1))
