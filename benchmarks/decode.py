@@ -11,7 +11,7 @@
 | sampled | as decode, with temperature 0.8, top-k 50 and top-p 0.9 | 45, on one H200 |
 | prompts | time and MFU of long prompts | 6 |
 | mix | generated tokens/s of many different requests, after a first time | 17, estimated |
-| arrivals | the same when requests arrive at random: time to the first token, per token, and the longest pause | 30 |
+| arrivals | requests at random times (benchmarks/requests.py): first token, per token, longest pause | 30, mixed ones |
 | profile | where the time of decoding goes (benchmarks/profile.py) | 4 |
 
 Each phase prints lines of JSON; --output gets all lines so far after each one. A phase that fails prints its error, and
@@ -173,8 +173,8 @@ def mixed(engine: Engine, options: Options) -> Iterator[dict]:
 
 
 def arriving(engine: Engine, options: Options) -> Iterator[dict]:
-    for rate in options.rate:
-        yield requests.at_rate(rate, *_asked(engine))
+    for rate, workload in requests.cases(options.rate):
+        yield requests.at_rate(rate, *_asked(engine), workload)
 
 
 def _asked(engine: Engine) -> tuple[int, requests.Submit, requests.Step]:

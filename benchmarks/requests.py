@@ -1,13 +1,18 @@
-"""What engines are asked for, the same for megajax and its peers: a mix of requests at once, or at random times."""
+"""What engines are asked for, the same for megajax and its peers: requests at once, or at random times.
+
+mixed: 64 to 1,024 prompt tokens, evenly spread. shared: one of four beginnings of 512 tokens, and 64 to 512 of its own.
+long: one of eight requests has 4,096 to 7,168 prompt tokens, the others 64 to 512.
+"""
 
 import random
 import time
 from collections.abc import Callable, Iterable
+from typing import Literal, get_args
 
 import numpy as np
 
-SHORTEST = 64
-LONGEST = 1024
+Workload = Literal["mixed", "shared", "long"]
+WORKLOADS: tuple[Workload, ...] = get_args(Workload)
 NEW_TOKENS = 256
 SECONDS = 8.0
 """For which requests arrive."""
@@ -18,11 +23,19 @@ Step = Callable[[], Iterable[tuple[int, int]]]
 """-> of each request that has new tokens, its number and how many; waits for them if there are requests."""
 
 
-def prompts_of(count: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """Of random tokens, and of lengths that are spread evenly from SHORTEST to LONGEST."""
+def prompts_of(count: int, vocab_size: int, seed: int, workload: Workload = "mixed") -> list[list[int]]:
+    """Of random tokens."""
     generator = random.Random(seed)
-    lengths = [generator.randint(SHORTEST, LONGEST) for _ in range(count)]
-    return [[generator.randrange(vocab_size) for _ in range(length)] for length in lengths]
+
+    def tokens(shortest: int, longest: int) -> list[int]:
+        return [generator.randrange(vocab_size) for _ in range(generator.randint(shortest, longest))]
+
+    if workload == "shared":
+        beginnings = [tokens(512, 512) for _ in range(4)]
+        return [generator.choice(beginnings) + tokens(64, 512) for _ in range(count)]
+    if workload == "long":
+        return [tokens(64, 512) if number % 8 else tokens(4096, 7168) for number in range(count)]
+    return [tokens(64, 1024) for _ in range(count)]
 
 
 def at_once(count: int, vocab_size: int, submit: Submit, step: Step, seed: int = 0) -> dict:
@@ -30,12 +43,19 @@ def at_once(count: int, vocab_size: int, submit: Submit, step: Step, seed: int =
     return _run([0.0] * count, prompts_of(count, vocab_size, seed), submit, step)
 
 
-def at_rate(rate: float, vocab_size: int, submit: Submit, step: Step) -> dict:
+def at_rate(rate: float, vocab_size: int, submit: Submit, step: Step, workload: Workload = "mixed") -> dict:
     """Requests of independent users (a Poisson process), rate per second on average."""
     generator = random.Random(1)
     count = round(SECONDS * rate)
     arrivals = np.cumsum([generator.expovariate(rate) for _ in range(count)]).tolist()
-    return {"rate": rate} | _run(arrivals, prompts_of(count, vocab_size, round(100 * rate)), submit, step)
+    prompts = prompts_of(count, vocab_size, round(100 * rate) + WORKLOADS.index(workload), workload)
+    return {"rate": rate, "workload": workload} | _run(arrivals, prompts, submit, step)
+
+
+def cases(rates: Iterable[float]) -> list[tuple[float, Workload]]:
+    """(rate, workload) of what arrives: the mix at each rate, the others at the median one."""
+    each = sorted(rates)
+    return [(rate, "mixed") for rate in each] + [(each[len(each) // 2], name) for name in WORKLOADS[1:] if each]
 
 
 def _run(arrivals: list[float], prompts: list[list[int]], submit: Submit, step: Step) -> dict:

@@ -3,7 +3,7 @@
     python -m benchmarks.peers.vllm_decode --config=llama3_8b [--batch=1,32,128] [--requests=256] [--rate=8,20,32]
 
 Prints a line of JSON when it is ready, for each batch (1,024 prompt and 256 new tokens), and for the requests of
-benchmarks/requests.py: all at once, and at each rate.
+benchmarks/requests.py: all at once, and as they arrive.
 """
 
 import json
@@ -115,8 +115,8 @@ def main(arguments: list[str]) -> None:
     for seed in (1, 0):  # the first time some kernels are compiled
         mixed = requests.at_once(int(values["requests"]), *arguments_of, seed=seed)
     show(mixed)
-    for rate in filter(None, values["rate"].split(",")):
-        show(requests.at_rate(float(rate), *arguments_of))
+    for rate, workload in requests.cases(map(float, filter(None, values["rate"].split(",")))):
+        show(requests.at_rate(rate, *arguments_of, workload))
 
 
 if __name__ == "__main__":
