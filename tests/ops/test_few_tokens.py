@@ -1,5 +1,6 @@
 """The experts of a few tokens equal a loop over the choices; and the kernel, interpreted, equals its formula."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,11 +15,27 @@ def drawn(seed, *shape):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def formula(rows_ZRK, matrices, groups_Z):
-    """As the kernel; the results of slots without a group are NaN. In two parts."""
-    found = jnp.stack([jnp.einsum("zrk,zkn->znr", rows_ZRK, jnp.asarray(matrix)[groups_Z]) for matrix in matrices])
-    found = jnp.where(groups_Z[:, None, None] < matrices[0].shape[0], found, jnp.nan)[:, None]
-    return jnp.concatenate([found / 4, found * 3 / 4], 1)
+def multiplied(rows, matrix, groups_Z):
+    """rows [R, K] or [Z, R, K] -> float32 [Z, R, N]; NaN without a group."""
+    matrix_ZKN = jnp.asarray(matrix, rows.dtype)[groups_Z]
+    found = jnp.einsum("...rk,zkn->zrn" if rows.ndim == 2 else "zrk,zkn->zrn", rows, matrix_ZKN)
+    return jnp.where(groups_Z[:, None, None] < matrix.shape[0], found, jnp.nan).astype(jnp.float32)
+
+
+class Formula:
+    """As the kernel; products are in two parts."""
+
+    @staticmethod
+    def hidden(rows_RK, gate, up, groups_Z, weights_ZR, function):
+        assert function == "silu"
+        gate_ZRF, up_ZRF = (multiplied(rows_RK, matrix, groups_Z) for matrix in (gate, up))
+        found = jax.nn.silu(gate_ZRF) * up_ZRF * weights_ZR[..., None]
+        return jnp.where(weights_ZR[..., None] != 0, found, 0).astype(rows_RK.dtype)
+
+    @staticmethod
+    def products(rows_ZRK, matrix, groups_Z):
+        found = multiplied(rows_ZRK, matrix, groups_Z).swapaxes(1, 2)
+        return jnp.stack([found / 4, found * 3 / 4])
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 5])
@@ -38,21 +55,37 @@ def test_experts_equal_a_loop_over_the_choices(num_tokens):
             if expert < E:
                 g, u = (x[token].astype(np.float64) @ matrix[expert] for matrix in (gate, up))
                 wanted[token] += weight * (g / (1 + np.exp(-g)) * u) @ down[expert]
-    found = few_tokens(jnp.asarray(x), experts, weights, [gate, up], down, "swiglu", formula)
+    found = few_tokens(jnp.asarray(x), experts, weights, [gate, up], down, "swiglu", Formula)
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("same_rows", "num_matrices"), [(True, 2), (False, 1)])
-def test_interpreted_kernel_equals_the_formula(same_rows, num_matrices, interpreted, monkeypatch):
-    """Two tiles of columns, several parts, more steps than stages, a slot without a group."""
-    monkeypatch.setattr(kernel, "STAGES", 2)
-    monkeypatch.setattr(kernel, "BLOCKS", 8)
-    rows = jnp.asarray(drawn(0, 1 if same_rows else 3, 8, 512), jnp.bfloat16)
-    matrices = [jnp.asarray(drawn(1 + number, 4, 512, 256), jnp.bfloat16) for number in range(num_matrices)]
+def test_interpreted_kernels_equal_the_formula(interpreted, monkeypatch):
+    """Two tiles of columns, several parts, more steps than stages, a slot without a group, a weight of zero."""
+
+    def store_transposed(ref, value):
+        ref[...] = value.T
+
+    monkeypatch.setattr(kernel, "_store_transposed", store_transposed)  # the interpreter has no transposed stores
+    for name, value in {"STAGES": 2, "HIDDEN_STAGES": 3, "BLOCKS": 12}.items():
+        monkeypatch.setattr(kernel, name, value)
+    x = jnp.asarray(drawn(0, 8, 512), jnp.bfloat16)
+    gate, up = (jnp.asarray(drawn(1 + number, 4, 512, 256) * 512**-0.5, jnp.bfloat16) for number in range(2))
+    down = jnp.asarray(drawn(3, 4, 256, 256), jnp.bfloat16)
     groups = jnp.array([3, 4, 2], jnp.int32)
-    found = kernel.products(rows, matrices, groups, interpret=interpreted).sum(1)
-    wanted = formula(jnp.broadcast_to(rows, (3, 8, 512)), matrices, groups).astype(jnp.float32).sum(1)
-    np.testing.assert_allclose(found[:, [0, 2]], wanted[:, [0, 2]], rtol=2**-7, atol=2**-7 * 512**0.5)
+    weights = jnp.asarray(np.abs(drawn(4, 3, 8))).at[0, 2].set(0)
+    used = np.array([0, 2])
+
+    given = (x, gate, up, groups, weights)
+    found = kernel.hidden(*given, function="silu", interpret=interpreted)
+    wanted = Formula.hidden(x.astype(jnp.float32), *given[1:], "silu")
+    assert not found[0, 2].any()
+    np.testing.assert_allclose(found[used].astype(np.float32), wanted[used], rtol=2**-7, atol=2**-9)
+
+    rows = jnp.asarray(wanted, jnp.bfloat16)
+    found = kernel.products(rows, down, groups, interpret=interpreted)
+    assert found.shape[0] == 2
+    wanted = Formula.products(rows.astype(jnp.float32), down, groups)
+    np.testing.assert_allclose(found.sum(0)[used], wanted.sum(0)[used], rtol=2**-7, atol=2**-7 * 256**0.5)
 
 
 PROGRAM = """
@@ -60,7 +93,7 @@ import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.planning.plan import devices_without_gpu, plan_device
-from pallas_kernels.few_rows import products
+from pallas_kernels.few_rows import hidden, products
 
 mesh = make_mesh(MeshConfig(), devices_without_gpu(1, plan_device("h100")))
 
@@ -68,14 +101,22 @@ def array(shape, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
 
 with jax.set_mesh(mesh):
-    slots = array((128,), jnp.int32)
-    for rows, matrices in ((array((1, 8, 2048)), [array((128, 2048, 768))] * 2),
-                           (array((128, 64, 768)), [array((128, 768, 2048))])):
-        compiled = jax.jit(products).lower(rows, matrices, slots).compile()
-        print('custom_call_target="mosaic_gpu' in compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes)
+    for slots, rows in ((16, 8), (128, 64)):
+        groups = array((slots,), jnp.int32)
+        matrix = array((128, 2048, 768))
+        weights = array((slots, rows), jnp.float32)
+        calls = [
+            jax.jit(hidden, static_argnames="function").lower(
+                array((rows, 2048)), matrix, matrix, groups, weights, function="silu"
+            ),
+            jax.jit(products).lower(array((slots, rows, 768)), array((128, 768, 2048)), groups),
+        ]
+        for call in calls:
+            compiled = call.compile()
+            print('custom_call_target="mosaic_gpu' in compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes)
 """
 
 
 @pytest.mark.cuda_wheels
 def test_kernel_compiles_for_hopper(compile_for_hopper):
-    assert compile_for_hopper(PROGRAM) == ["True 0"] * 2
+    assert compile_for_hopper(PROGRAM) == ["True 0"] * 4

@@ -210,10 +210,13 @@ class Experts(nnx.Module):
         matrices = [linear.multiplied() for linear in (*self._wide(), self.down)]
         arrays = [w for w in matrices if isinstance(w, jax.Array)]
         x_nD, experts_nK, weights_nK = (a.reshape(num_tokens, -1) for a in (x_BTD, *choice))
-        if num_tokens > MAX_FEW or len(arrays) < len(matrices) or few_tokens_problem(experts_nK, arrays, x_BTD.dtype):
+        if num_tokens > MAX_FEW or len(arrays) < len(matrices):
+            return None
+        name = self.config.activation
+        if few_tokens_problem(experts_nK, arrays, x_BTD.dtype, name):
             return None
         *wide, down = arrays
-        y_nD = few_tokens(x_nD, experts_nK, weights_nK, wide, down, self.config.activation)
+        y_nD = few_tokens(x_nD, experts_nK, weights_nK, wide, down, name)
         return y_nD.reshape(x_BTD.shape)
 
     def _routed(self, x_BTD, choice: Choice, terms: Terms, buffer: float) -> jax.Array:
