@@ -29,7 +29,8 @@ class ServingConfig:
     max_rows: Annotated[int, Range(at_least=1, at_most=2**16)] | None = None
     """Sequences that are decoded at the same time; default: 256, on a CPU 16."""
     max_batch_tokens: Annotated[int, Range(at_least=1, at_most=2**24)] | None = None
-    """Prompt tokens per call; longer prompts are computed in chunks. Default: 8192, on a CPU 256."""
+    """Tokens per call, those that are decoded beside prompts included; longer prompts are computed in chunks. Default:
+    8192, on a CPU 256."""
     max_length: PositiveInt | None = None
     """Maximum tokens of a sequence, prompt included; default: what the model supports, or 8192 if it has no limit."""
     page_size: Annotated[int, Range(at_least=1, at_most=2**16)] = 64

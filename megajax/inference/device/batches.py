@@ -65,10 +65,14 @@ class Shapes(NamedTuple):
     ) -> "Shapes":
         """max_length: maximum tokens of a sequence. has_kernel: whether attention reads only the pages of a sequence;
         the reference gathers the whole table, so the size of the table matters. mixes: whether calls with prompts
-        decode as well."""
+        decode as well. Their tokens and those of prompts are then together as many as the tiles of products divide
+        (beside 256 sequences 4,096 prompt tokens took 98 ms and alone 78: Llama-3 8B on one H100)."""
         table = -(-max_length // sizes.page_size)
         least = GPU_MIN_CHUNK if has_kernel else MIN_CHUNK
         chunks = sizes_between(least, max(max_batch_tokens, least), 4)
+        rows_beside = sizes.num_rows if mixes else 0
+        room = -(-rows_beside // GPU_MIN_CHUNK) * GPU_MIN_CHUNK
+        chunks = sorted({size - room if size > 2 * room else size for size in chunks})
         smallest = {min(rows, sizes.num_rows) for rows in (MIN_ROWS, NEXT_ROWS)}
         gpu_rows = sorted({*smallest, *sizes_between(DOUBLED_ROWS, sizes.num_rows)})
         shapes = Shapes(
@@ -78,7 +82,7 @@ class Shapes(NamedTuple):
             tables=[table] if has_kernel else sorted({min(MIN_TABLE, table), table}),
             chunks=chunks,
             most_pages=table,
-            rows_beside=sizes.num_rows if mixes else 0,
+            rows_beside=rows_beside,
         )
         return shapes._replace(most_pages=table + shapes._chunk_pages(chunks[-1]))
 

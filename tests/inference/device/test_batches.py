@@ -4,6 +4,7 @@ import random
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from megajax.inference.config import ServingConfig
 from megajax.inference.device.batches import Batches, Shapes
@@ -27,6 +28,16 @@ def test_few_programs_serve_any_request_and_the_others_come_in_stages():
         assert stage.fitting_decode(stage.rows[-1], 8192 // 64) in stage.decode()  # the longest sequence
         assert stage.fitting_prefill(stage.chunks[-1], stage.most_pages) in stage.prefill()
         assert {*stage.decode(), *stage.prefill()} <= {*shapes.decode(), *shapes.prefill()}
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "chunks"),
+    [(256, 8192, [64, 256, 768, 3840, 7936]), (32, 1024, [64, 192, 960]), (128, 300, [64, 172, 256]), (1, 64, [64])],
+)
+def test_calls_with_prompts_have_room_for_the_sequences_that_decode_beside_them(rows, tokens, chunks):
+    sizes = SIZES._replace(num_rows=rows)
+    shapes = Shapes.of(sizes, max_length=64, max_batch_tokens=tokens, has_kernel=True, mixes=True)
+    assert (shapes.chunks, shapes.rows_beside) == (chunks, rows)
 
 
 def test_tokens_of_a_prompt_attend_to_their_sequence_and_padding_to_nothing_with_bounds_that_never_decrease():
