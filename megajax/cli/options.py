@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,13 +42,14 @@ class OfEngine(OfModel):
     draft_run: str | None = None
     """Run or Hugging Face folder of a smaller model that guesses --draft_tokens tokens."""
 
-    def engines(self) -> "list[Engine]":
-        """mesh.data replicas."""
+    def engines(self, adapters: Mapping[str, str] = {}) -> "list[Engine]":
+        """mesh.data replicas. adapters: {name: directory}."""
         from megajax.inference.engine import Engine
         from megajax.mesh.processes import use_compilation_cache
 
         self.serving.check()
-        engines = Engine.replicas_from_run(self.run, self.started_mesh(), self.step, self.serving, self.draft_run)
+        parts = (self.run, self.started_mesh(), self.step, self.serving, self.draft_run, adapters)
+        engines = Engine.replicas_from_run(*parts)
         use_compilation_cache()
         return engines
 

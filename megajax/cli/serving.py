@@ -47,6 +47,9 @@ class Serve(OfEngine, OfChats):
 
     model_name: str = ""
     """Name of the model in requests; default: that of DIR."""
+    adapters: tuple[str, ...] = ()
+    """NAME=DIR: run with adapters of this model (lora.rank), or folder of PEFT, for requests whose model is NAME;
+    several with commas between them."""
     api_key: tuple[str, ...] = ()
     """Key to ask for; may be repeated."""
     api_key_file: str | None = None
@@ -68,6 +71,9 @@ class Serve(OfEngine, OfChats):
             image_hosts=read_hosts(self.server.image_hosts),
             sampling=recommended_sampling(hub.local(self.run)),
         )
+        adapters = read_adapters(self.adapters, config.model_name)
+        if adapters and config.allow_load:
+            raise ValueError("allow_load: adapters belong to the parameters that they were trained on; leave it out")
         self.check_template()
         self.serving.check()
         self.mesh.check()
@@ -85,7 +91,7 @@ class Serve(OfEngine, OfChats):
                     raise ValueError(f"pooling={config.pooling} is of a server that embeds; add --embeddings")
                 from megajax.inference.server.app import make_app
 
-                engines = self.engines()
+                engines = self.engines(adapters)
                 make = functools.partial(make_app, engines, config, self.template(engines[0]))
             serve(make, config, bound)
 
@@ -94,6 +100,7 @@ class Serve(OfEngine, OfChats):
         kept = dataclasses.replace(ServingConfig(), max_length=self.serving.max_length)
         changed = [name for name, value in vars(self.serving).items() if value != getattr(kept, name)]
         changed += [name for name in ("draft_run", "chat_template") if getattr(self, name) is not None]
+        changed += ["adapters"] if self.adapters else []
         changed += ["allow_load"] if self.server.allow_load else []
         if changed:
             raise ValueError(f"{changed[0]} is of a server that generates, and this one embeds; leave it out")
@@ -183,6 +190,20 @@ def read_hosts(given: Sequence[str]) -> tuple[str, ...]:
         if not re.fullmatch(r"[\w.-]+", host) and not _is_address(host):
             raise ValueError(f"image_hosts={host} must be the name of a host or its address, without scheme and port")
     return hosts
+
+
+def read_adapters(given: Sequence[str], model_name: str) -> dict[str, str]:
+    """given: lists of NAME=DIR with commas -> {name: directory}. Raises ValueError for one without a name or directory,
+    and for a name that there is already."""
+    found: dict[str, str] = {}
+    for adapter in (adapter for adapters in given for adapter in adapters.split(",")):
+        name, _, path = adapter.partition("=")
+        if not name or not path:
+            raise ValueError(f"adapters={adapter} must be NAME=DIR")
+        if name in (model_name, *found):
+            raise ValueError(f"adapters={adapter}: there is a model {name} already; give it another name")
+        found[name] = path
+    return found
 
 
 def _is_address(host: str) -> bool:

@@ -126,6 +126,8 @@ class Sampling:
     """Regular expression that the text must match."""
     grammar: str | None = None
     """Lark grammar, in llguidance's dialect, that the text must follow."""
+    adapter: str | None = None
+    """Name of the adapter of the engine that generates; None: its model alone."""
 
     def check(self) -> None:
         """Raises ValueError for the first invalid value."""

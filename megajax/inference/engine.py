@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import NamedTuple
@@ -46,6 +46,7 @@ from megajax.inference.scheduling.work import (
 )
 from megajax.inference.tokens.grammar import Grammars
 from megajax.inference.tokens.sampling import Logprobs, Sampling
+from megajax.layers.lora import AdapterChoice
 from megajax.media.kinds import IMAGE
 from megajax.mesh.config import MeshConfig
 from megajax.models.model import Model
@@ -115,7 +116,7 @@ class Engine:
         if reads is not None:
             self.features = ImageFeatures(reads, serving.image_tokens, num_parts(dict(self.mesh.shape)))
         inputs = self.model.config.inputs(1, packed=False)
-        self.batches = Batches(sizes, shapes, self._vocab_size, inputs, self.features)
+        self.batches = Batches(sizes, shapes, self._vocab_size, inputs, self.features, self.adapters)
         self.pool = PagePool(sizes.num_pages, sizes.page_size, caches_prefixes=serving.prefix_cache)
         limits = Limits(
             shapes.rows[-1],
@@ -145,6 +146,12 @@ class Engine:
     def platform(self) -> str:
         """Of its devices: cpu or gpu."""
         return self.mesh.devices.flat[0].platform
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters that a request can choose."""
+        choices = [transform for transform in self.model.adapters if isinstance(transform, AdapterChoice)]
+        return choices[0].names if choices else ()
 
     def use(self, params: dict) -> None:
         """Generates with these parameters, stacked or per layer, from here on; no program is compiled again.
@@ -188,17 +195,20 @@ class Engine:
         serving: ServingConfig = ServingConfig(),
         draft_run: str | Path | None = None,
         devices: Items[jax.Device] | None = None,
+        adapters: Mapping[str, str | Path] = {},
     ) -> "Engine":
         """The model of a run directory, with the parameters of one step (default: the newest), or of a Hugging Face
         folder, on any mesh.
 
         mesh: default one device; a smaller mesh takes the first of the devices, default all of the machine. draft_run:
-        run directory or Hugging Face folder of a smaller model for speculative decoding. Raises ValueError if the
-        directory holds no run, no checkpoint or not that step, if the step or the tokenizer is damaged or does not
-        belong to the run, if the mesh does not divide the model, or if the draft model has another tokenizer.
+        run directory or Hugging Face folder of a smaller model for speculative decoding. adapters: {name: directory}
+        of runs that trained adapters of this model (lora.rank) and of folders of PEFT, each for the requests that name
+        it (Sampling.adapter). Raises ValueError if the directory holds no run, no checkpoint or not that step, if the
+        step or the tokenizer is damaged or does not belong to the run, for what is no adapter of the model, if the mesh
+        does not divide the model, or if the draft model has another tokenizer.
         """
         serving.check()
-        opened = open_model(run_dir, mesh, step, weights=serving.weight_dtype, devices=devices)
+        opened = open_model(run_dir, mesh, step, weights=serving.weight_dtype, devices=devices, adapters=adapters)
         opened.model.config.check_generates()
         params = opened.restore(joins=True)
         draft = None
@@ -217,6 +227,7 @@ class Engine:
         step: int | None = None,
         serving: ServingConfig = ServingConfig(),
         draft_run: str | Path | None = None,
+        adapters: Mapping[str, str | Path] = {},
     ) -> list["Engine"]:
         """mesh.data engines, each on devices of its own; the arguments are those of `from_run`.
 
@@ -233,7 +244,7 @@ class Engine:
         size = mesh.num_devices // mesh.data
         one = dataclasses.replace(mesh, data=1)
         parts = [devices[number * size : (number + 1) * size] for number in range(mesh.data)]
-        return [Engine.from_run(run_dir, one, step, serving, draft_run, part) for part in parts]
+        return [Engine.from_run(run_dir, one, step, serving, draft_run, part, adapters) for part in parts]
 
     # ------------------------------------------------------------------ whole generations
 
@@ -387,6 +398,10 @@ class Engine:
         sampling.check()
         if sampling.stop and self.tokenizer is None:
             raise ValueError(f"stop={sampling.stop} needs a tokenizer; the engine has none")
+        if sampling.adapter not in (None, *self.adapters):
+            raise ValueError(
+                f"adapter={sampling.adapter} is not one of this engine, which has {', '.join(self.adapters) or 'none'}"
+            )
         self._grammars.start(sampling)
         for field in ("stop_token_ids", "logit_bias"):
             wrong = [token for token in getattr(sampling, field) if not 0 <= token < self._vocab_size]

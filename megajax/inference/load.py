@@ -1,7 +1,7 @@
 """Opens a model for inference: a step of a run, or a Hugging Face folder, on a mesh."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -13,7 +13,8 @@ from megajax.inference.config import WeightDtype
 from megajax.inference.device.weights import check_weights, restore_weights
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.models.model import Model
-from megajax.weights.sources import Source, open_source
+from megajax.weights.adapters import AdaptedWeights
+from megajax.weights.sources import Source, StoredWeights, open_source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,16 +29,18 @@ class OpenedModel:
     """Tokens that precede every text: those of the tokenizer, for weights from other frameworks."""
     weights: WeightDtype = "auto"
     """How `restore` returns them."""
+    adapted: StoredWeights | None = None
+    """Those of the source with adapters beside them; None: there are none."""
 
     def restore(self, replaced: dict | None = None, *, joins: bool = False) -> dict:
         """The weights, an array per layer, sharded over the mesh: matrices in the compute dtype, to which layers cast
         them anyway, or as QuantizedWeights. replaced, joins: see `restore_weights`."""
-        return restore_weights(self.source, self.model, self.mesh, self.weights, replaced, joins=joins)
+        return restore_weights(self.adapted or self.source, self.model, self.mesh, self.weights, replaced, joins=joins)
 
     def check(self) -> dict:
         """Reads all weights and keeps none -> abstract arrays like the result of `restore`. Raises ValueError if they
         are damaged or not finite."""
-        return check_weights(self.source, self.model, self.mesh, self.weights)
+        return check_weights(self.adapted or self.source, self.model, self.mesh, self.weights)
 
 
 def open_model(
@@ -47,13 +50,15 @@ def open_model(
     compute: Literal["float32", "bfloat16"] | None = None,
     weights: WeightDtype = "auto",
     devices: Sequence[jax.Device] | None = None,
+    adapters: Mapping[str, str | Path] = {},
 ) -> OpenedModel:
     """The model of a step of a run directory (default: the newest), or of a Hugging Face folder.
 
     mesh: default one device; a smaller mesh takes the first of the devices, default all of the machine. compute: in
-    place of precision.compute of the run. weights: see ServingConfig.weight_dtype. Raises ValueError if the directory
-    holds no run, no checkpoint or not that step, if the step or the tokenizer is damaged or does not belong to the run,
-    or if the mesh does not divide the model or has a pipeline.
+    place of precision.compute of the run. weights: see ServingConfig.weight_dtype. adapters: see Engine.from_run.
+    Raises ValueError if the directory holds no run, no checkpoint or not that step, if the step or the tokenizer is
+    damaged or does not belong to the run, for what is no adapter of it, or if the mesh does not divide the model or has
+    a pipeline.
     """
     source = open_source(path, step)
     mesh_config = mesh or MeshConfig()
@@ -72,6 +77,8 @@ def open_model(
         config.model.check(mesh_config, config.training.sequence_length, config.execution)
     device_mesh = make_mesh(mesh_config, devices[: mesh_config.num_devices])
     precision = config.precision.for_inference.with_compute(compute)
-    model = Model(config.model, precision, config.execution, adapters=config.lora.transforms)
+    adapted = AdaptedWeights(source, adapters) if adapters else None
+    transforms = config.lora.transforms if adapted is None else (adapted.transform,)
+    model = Model(config.model, precision, config.execution, adapters=transforms)
     start_ids = getattr(tokenizer, "start_ids", ()) if source.is_foreign else ()
-    return OpenedModel(source, model, device_mesh, tokenizer, tuple(start_ids), weights)
+    return OpenedModel(source, model, device_mesh, tokenizer, tuple(start_ids), weights, adapted)

@@ -12,17 +12,20 @@ from typing import Literal, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from megajax.fields.ranges import PositiveFloat, PositiveInt
 from megajax.layers.linear import Matrix
-from megajax.layers.transform import Transform
+from megajax.layers.transform import ADAPTERS, Transform, layer_inputs
 from megajax.ops.grouped_matmul import GroupedWeight, LowRankSum
 from megajax.ops.matmul import matmul
 from megajax.parameters import Parameter, weight
 from megajax.precision import PrecisionConfig
 from megajax.quantization.formats import scale_of, to_levels
 from megajax.quantization.weights import DTYPES
+
+NO_ADAPTER = -1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,21 +124,7 @@ class Lora(Transform):
 
     def apply(self, matrix: Matrix, rngs: nnx.Rngs) -> None:
         super().apply(matrix, rngs)
-        adapted = cast(_Adapted, matrix)
-        record = matrix.record
-        shape = matrix.weight.get_value().shape
-        first = record.num_stacked
-        end = first + record.num_inputs
-        bound = 1 / math.sqrt(math.prod(shape[first:end]))
-
-        def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-            return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
-
-        a_axes = (*record.axes[:end], "rank")
-        b_axes = (*record.axes[:first], "rank", *record.axes[end:])
-        adapted.lora_a = weight((*shape[:end], self.rank), a_axes, draw, rngs, "adapter", record.num_inputs)
-        b_shape = (*shape[:first], self.rank, *shape[end:])
-        adapted.lora_b = weight(b_shape, b_axes, nnx.initializers.zeros, rngs, "adapter")
+        _add_factors(matrix, self.rank, rngs)
 
     def merged(self, matrix: Matrix, w: jax.Array) -> jax.Array:
         """Added in float32, then rounded to w's dtype."""
@@ -153,6 +142,71 @@ class Lora(Transform):
     def grouped(self, matrix: Matrix, w: GroupedWeight) -> GroupedWeight:
         a, b = _factors(matrix)
         return LowRankSum(w, a, self.scale * b)
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedAdapter:
+    name: str
+    rank: int
+    scale: float
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterChoice(Transform):
+    """Adds one of several adapters, or none, to the product of each token, for serving.
+
+    The a [*K, R] and b [R, *N] of all adapters are side by side, R being the sum of their ranks; of x a the columns of
+    the token's adapter are scaled and those of the others become zero. So one product serves any mix of adapters, and a
+    token without one gets that of the base.
+    """
+
+    adapters: tuple[NamedAdapter, ...]
+
+    field = "adapters"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(adapter.name for adapter in self.adapters)
+
+    def fits(self, record: Parameter) -> bool:
+        """Rows of experts are in another order than tokens, and latents are multiplied by merged matrices."""
+        return not {"experts", "latent"} & {*record.axes}
+
+    def apply(self, matrix: Matrix, rngs: nnx.Rngs) -> None:
+        super().apply(matrix, rngs)
+        _add_factors(matrix, sum(adapter.rank for adapter in self.adapters), rngs)
+
+    def merged(self, matrix: Matrix, w: jax.Array) -> jax.Array:
+        raise ValueError(f"adapters={','.join(self.names)} cannot be merged into one matrix")
+
+    def output(self, matrix: Matrix, x: jax.Array, y: jax.Array) -> jax.Array:
+        chosen = layer_inputs().get(ADAPTERS)
+        if chosen is None:
+            return y
+        a, b = _factors(matrix)
+        ranks = [adapter.rank for adapter in self.adapters]
+        owners_R = np.repeat(np.arange(len(ranks)), ranks)
+        scales_R = jnp.asarray(np.repeat([adapter.scale for adapter in self.adapters], ranks), x.dtype)
+        scales = jnp.where(chosen[..., None] == owners_R, scales_R, 0)
+        return y + matmul(scales * matmul(x, a, matrix.record.num_inputs), b)
+
+
+def _add_factors(matrix: Matrix, rank: int, rngs: nnx.Rngs) -> None:
+    adapted = cast(_Adapted, matrix)
+    record = matrix.record
+    shape = matrix.weight.get_value().shape
+    first = record.num_stacked
+    end = first + record.num_inputs
+    bound = 1 / math.sqrt(math.prod(shape[first:end]))
+
+    def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
+
+    a_axes = (*record.axes[:end], "rank")
+    b_axes = (*record.axes[:first], "rank", *record.axes[end:])
+    adapted.lora_a = weight((*shape[:end], rank), a_axes, draw, rngs, "adapter", record.num_inputs)
+    b_shape = (*shape[:first], rank, *shape[end:])
+    adapted.lora_b = weight(b_shape, b_axes, nnx.initializers.zeros, rngs, "adapter")
 
 
 def _factors(matrix: Matrix) -> tuple[jax.Array, jax.Array]:

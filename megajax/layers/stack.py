@@ -18,7 +18,7 @@ from flax import nnx
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import LayerConfig, Saved, StackedConfig, Terms, Totals
 from megajax.layers.linear import matrices_of
-from megajax.layers.transform import Transform, current_transforms
+from megajax.layers.transform import Transform, computing, current_transforms
 from megajax.parallel.schedule import Stages
 from megajax.parameters import LAYER_AXES, Structure, is_per_layer, is_variable
 
@@ -282,7 +282,8 @@ split_rows.defvjp(lambda tree, sizes: (split_rows(tree, sizes), None), _join_row
 
 def _layer(config, *, prevent_cse: bool):
     def run(state, x, inputs, cache, key):
-        return nnx.merge(_graphdef(config), state)(x, inputs, cache, key)
+        with computing(inputs):
+            return nnx.merge(_graphdef(config), state)(x, inputs, cache, key)
 
     if config.saved is None:
         return run

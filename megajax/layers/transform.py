@@ -9,9 +9,9 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import jax
 from flax import nnx
@@ -26,7 +26,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("megajax")
 
+ADAPTERS = "adapters"
+"""In a batch, and among the inputs of layers: int32 [B, T], the number of the adapter of each token."""
+
 _CURRENT: ContextVar[tuple["Transform", ...]] = ContextVar("transforms", default=())
+_INPUTS: ContextVar[Mapping[str, Any]] = ContextVar("inputs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +94,26 @@ def transforming(transforms: Sequence[Transform]) -> Iterator[None]:
 
 def current_transforms() -> tuple[Transform, ...]:
     return _CURRENT.get()
+
+
+@contextlib.contextmanager
+def computing(inputs: Mapping[str, Any]) -> Iterator[None]:
+    """Products inside are those of a layer with these inputs: arrays of the trace in which it is called."""
+    token = _INPUTS.set(inputs)
+    try:
+        yield
+    finally:
+        _INPUTS.reset(token)
+
+
+def read_by_transforms(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What layers get of a batch for the transforms of their matrices alone."""
+    return {name: batch[name] for name in (ADAPTERS,) if name in batch}
+
+
+def layer_inputs() -> Mapping[str, Any]:
+    """Of the layer whose product a transform changes."""
+    return _INPUTS.get({})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops, LayerConfig, Totals
 from megajax.layers.linear import Linear
 from megajax.layers.stack import Stack, add_by_name, add_totals
-from megajax.layers.transform import Transform
+from megajax.layers.transform import Transform, read_by_transforms
 from megajax.media.kinds import IMAGE
 from megajax.media.rows import MediaInputs, of_kind
 from megajax.mesh.config import MeshConfig
@@ -301,7 +301,7 @@ class AnyModule(nnx.Module):
     def extend(self, batch: dict, caches: dict) -> tuple[jax.Array, dict]:
         """Reads the next T tokens of each row -> (their hidden states [B, T, D], before `output`; caches).
 
-        batch: tokens, positions, int32 [B, T]."""
+        batch: tokens, positions, int32 [B, T], and perhaps what transforms read (`read_by_transforms`)."""
         raise NotImplementedError
 
     def encode_images(self, batch: dict, index_BT: jax.Array) -> jax.Array:
@@ -420,7 +420,8 @@ class OneStack(AnyModule):
 
     def extend(self, batch: dict, caches: dict) -> tuple[jax.Array, dict]:
         x_BTD, entered = self.entry(batch, None)
-        x_BTD, layers, _ = self.layers(x_BTD, self.block_inputs(batch) | entered, caches["layers"])
+        inputs = self.block_inputs(batch) | entered | read_by_transforms(batch)
+        x_BTD, layers, _ = self.layers(x_BTD, inputs, caches["layers"])
         return x_BTD, {"layers": layers}
 
 

@@ -30,8 +30,8 @@ class WeightSource(Protocol):
         rows."""
 
 
-class Source(WeightSource, Protocol):
-    """What is served, too."""
+class StoredWeights(Protocol):
+    """Weights that an engine reads layer by layer; str() describes them in messages."""
 
     def open(self, name: str, layer_rows: Rows) -> StoredParameter:
         """A parameter, to be read layer by layer. Raises ValueError if it cannot be read."""
@@ -42,6 +42,10 @@ class Source(WeightSource, Protocol):
 
     def levels(self, name: str, layer: int | None) -> QuantizedWeight | None:
         """A matrix of a layer as it is stored in weight_format, with arrays of NumPy; None: this one is not."""
+
+
+class Source(WeightSource, StoredWeights, Protocol):
+    """What is served, too."""
 
     def tokenizer(self) -> Tokenizer:
         """Raises ValueError if it is not the tokenizer that the weights were trained with."""

@@ -96,6 +96,7 @@ class FakeEngine:
     """Generates the token 120 ("x") once per step, and a step needs a permission."""
 
     tokenizer = text_tokenizer = BytesTokenizer()
+    adapters = ()
 
     def __init__(self):
         self.warm = threading.Event()

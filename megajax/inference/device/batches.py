@@ -27,6 +27,7 @@ from megajax.inference.shapes import fitting
 from megajax.inference.shapes import sizes as sizes_between
 from megajax.inference.tokens.sampling import PROMPT_TOKEN, RowSampling, Sampling
 from megajax.layers.attention.kv_cache import PoolSizes
+from megajax.layers.lora import NO_ADAPTER
 from megajax.media.rows import TEXT
 
 MIN_CHUNK = 16  # tokens of the smallest prefill program
@@ -130,13 +131,16 @@ class Batches:
         vocab_size: int,
         inputs: Collection[str] = (),
         features: ImageFeatures | None = None,
+        adapters: Items[str] = (),
     ):
-        """inputs: names of what the model reads (ModelConfig.inputs). features: of the images of prompts."""
+        """inputs: names of what the model reads (ModelConfig.inputs). features: of the images of prompts. adapters:
+        names of those that the model has."""
         self.sizes = sizes
         self.shapes = shapes
         self.vocab_size = vocab_size
         self.inputs = frozenset(inputs)
         self.features = features
+        self._adapters = {name: number for number, name in enumerate(adapters)}
         self._latest: dict[int, tuple[tuple[Sequence, ...], RowSampling[np.ndarray]]] = {}
         """Of the last call with this number of rows: its sequences, and their settings."""
 
@@ -160,10 +164,20 @@ class Batches:
             table_BP[number, : len(sequence.pages)] = sequence.pages
         padding = [(0, 0, 0)] * (num_rows - len(rows))
         tokens_B, positions_B, ends_B = np.array(found + padding, np.int32).T.copy()
-        deltas_B = self._deltas([run.sequence for run, _ in rows], num_rows)
-        return DecodeBatch(tokens_B, positions_B, ends_B, table_BP, deltas_B), self.chooser(
-            [run.sequence for run, _ in rows], num_rows
-        )
+        sequences = [run.sequence for run, _ in rows]
+        deltas_B = self._deltas(sequences, num_rows)
+        adapters_B = self._no_adapters(num_rows)
+        if adapters_B is not None:
+            adapters_B[: len(rows)] = [self._adapter(sequence) for sequence in sequences]
+        batch = DecodeBatch(tokens_B, positions_B, ends_B, table_BP, deltas_B, adapters_B)
+        return batch, self.chooser(sequences, num_rows)
+
+    def _no_adapters(self, length: int) -> np.ndarray | None:
+        return np.full(length, NO_ADAPTER, np.int32) if self._adapters else None
+
+    def _adapter(self, sequence: Sequence) -> int:
+        name = sequence.request.sampling.adapter
+        return NO_ADAPTER if name is None else self._adapters[name]
 
     def _deltas(self, sequences: Items[Sequence], num_rows: int) -> np.ndarray | None:
         if "position_ids" not in self.inputs:
@@ -227,7 +241,8 @@ class Batches:
             ahead_T=full() if "block_ids" in self.inputs else None,
         )
         ends = np.zeros(self.shapes.num_chunks, np.int32)
-        return PrefillBatch(*arrays, np.zeros(num_pages, np.int32), ends, **of_images)
+        adapters_T = self._no_adapters(length)
+        return PrefillBatch(*arrays, np.zeros(num_pages, np.int32), ends, **of_images, adapters_T=adapters_T)
 
     def _fill(self, batch: HostPrefillBatch, chunk: Chunk, here: slice, first_page: int) -> None:
         sequence = chunk.sequence
@@ -246,6 +261,8 @@ class Batches:
         batch.targets_T[here.start : here.start + len(following)] = following
         if batch.position_ids_T3 is not None:
             batch.position_ids_T3[here] = self._position_ids(sequence, positions)
+        if batch.adapters_T is not None:
+            batch.adapters_T[here] = self._adapter(sequence)
         if sequence.images is not None:
             self._fill_images(batch, chunk, here, sequence.images)
 

@@ -8,7 +8,7 @@ stays on the device: a call can follow another one before the host has seen what
 """
 
 import math
-from typing import Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import numpy as np
 
 from megajax.inference.tokens.sampling import A, Logprobs, RowSampling, unpacked
 from megajax.layers.attention.kv_cache import Places, PoolSizes, Singles
+from megajax.layers.transform import ADAPTERS
 from megajax.media.kinds import IMAGE
 from megajax.media.rows import TEXT
 from megajax.mesh.sharding import constrain, replicated
@@ -78,6 +79,8 @@ class DecodeBatch(NamedTuple, Generic[A]):
     table_BP: A
     deltas_B: A | None = None
     """int32: of a model with position_ids, what is added to the position of a token (M-RoPE)."""
+    adapters_B: A | None = None
+    """int32: of an engine with adapters, the number of that of each sequence; NO_ADAPTER."""
 
 
 class PrefillBatch(NamedTuple, Generic[A]):
@@ -99,6 +102,8 @@ class PrefillBatch(NamedTuple, Generic[A]):
     position_ids_T3: A | None = None
     ahead_T: A | None = None
     """int32, as in Places."""
+    adapters_T: A | None = None
+    """As in DecodeBatch."""
 
 
 class Beside(NamedTuple, Generic[A]):
@@ -130,6 +135,8 @@ def decode(
         inputs = {"tokens": tokens_B[:, None], "positions": positions_B[:, None]}
         if batch.deltas_B is not None:
             inputs["position_ids"] = jnp.tile((positions_B + batch.deltas_B)[:, None, None], 3)
+        if batch.adapters_B is not None:
+            inputs[ADAPTERS] = batch.adapters_B[:, None]
         caches = _at(caches, places)
         x_B1D, extended = module.extend(inputs, caches)
         caches |= extended
@@ -197,6 +204,8 @@ def prefill(
         inputs |= {IMAGE.index: batch.image_T[None], IMAGE.features: features}
     if batch.position_ids_T3 is not None:
         inputs["position_ids"] = batch.position_ids_T3[None]
+    if batch.adapters_T is not None:
+        inputs[ADAPTERS] = batch.adapters_T[None]
     caches = _at(caches, places)
     x_1TD, extended = module.extend(inputs, caches)
     caches |= extended
@@ -233,7 +242,7 @@ def _joined(
     tokens_B, positions_B, slots_B, rows_B, upper_B = _newest(decoding, beside.chooser.rows_B, rows, sizes, 0)
     bounds_B = jnp.broadcast_to(batch.upper_T[-1], tokens_B.shape)  # nothing: what they read is in Singles
     deltas_B = 0 if decoding.deltas_B is None else decoding.deltas_B
-    newest = dict(
+    newest: dict[str, Any] = dict(
         tokens_T=tokens_B,
         positions_T=positions_B,
         slots_T=slots_B,
@@ -244,6 +253,7 @@ def _joined(
         image_T=jnp.full_like(tokens_B, TEXT),
         position_ids_T3=jnp.tile((positions_B + deltas_B)[:, None], 3),
         ahead_T=jnp.zeros_like(tokens_B),
+        adapters_T=decoding.adapters_B,
     )
     of_prompts = {name: array for name in newest if (array := getattr(batch, name)) is not None}
     batch = batch._replace(**{name: jnp.concatenate([a, newest[name]]) for name, a in of_prompts.items()})

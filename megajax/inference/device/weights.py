@@ -33,7 +33,7 @@ from megajax.ops.matmul import JoinedWeight
 from megajax.parameters import Parameter, PerLayer, is_per_layer, name_of
 from megajax.quantization.weights import Inputs, QuantizedWeight, WeightFormat, is_quantized
 from megajax.training.reporting.console import format_bytes, format_count, format_seconds
-from megajax.weights.sources import Source
+from megajax.weights.sources import StoredWeights
 
 logger = logging.getLogger("megajax")
 
@@ -88,7 +88,7 @@ def _join(matrices: tuple, shape: tuple[int, ...], axis: int) -> tuple | None:
 
 
 def restore_weights(
-    source: Source, model: Model, mesh: Mesh, weights: WeightDtype, replaced: dict | None = None, *,
+    source: StoredWeights, model: Model, mesh: Mesh, weights: WeightDtype, replaced: dict | None = None, *,
     joins: bool = False
 ) -> dict:  # fmt: skip
     """The weights of a source as programs read them, sharded over the mesh: an array per layer, in the compute dtype or
@@ -107,7 +107,7 @@ def restore_weights(
     return params
 
 
-def check_weights(source: Source, model: Model, mesh: Mesh, weights: WeightDtype) -> dict:
+def check_weights(source: StoredWeights, model: Model, mesh: Mesh, weights: WeightDtype) -> dict:
     """Reads all weights and keeps none -> abstract arrays like the result of `restore_weights`. Raises what it
     raises."""
     return Loader(source, model, mesh, weights).load({}, keeps=False)
@@ -130,7 +130,7 @@ class _Part:
 
 
 class Loader:
-    def __init__(self, source: Source, model: Model, mesh: Mesh, weights: WeightDtype, *, joins: bool = False):
+    def __init__(self, source: StoredWeights, model: Model, mesh: Mesh, weights: WeightDtype, *, joins: bool = False):
         self._source = source
         self._model = model
         self._mesh = mesh

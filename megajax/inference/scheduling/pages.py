@@ -1,9 +1,9 @@
 """Which pages of the pool are free, which sequences share a page, and which prefixes are still in pages.
 
 A page holds the keys and values of `page_size` consecutive tokens of a sequence, in all layers. They depend on these
-tokens and on all before them, so a whole page is known by a hash of both: another sequence that begins the same way
-uses the same pages (Zheng et al. 2024, https://arxiv.org/abs/2312.07104). A page without users remains known until it
-is needed; the least recently used one is taken first.
+tokens, on all before them and on the adapter, so a whole page is known by a hash of all: another sequence that begins
+the same way uses the same pages (Zheng et al. 2024, https://arxiv.org/abs/2312.07104). A page without users remains
+known until it is needed; the least recently used one is taken first.
 """
 
 import hashlib
@@ -48,13 +48,13 @@ class PagePool:
         self._users[page] = 1
         return page
 
-    def match(self, tokens: Sequence[int]) -> list[int]:
+    def match(self, tokens: Sequence[int], adapter: str | None = None) -> list[int]:
         """The pages of the longest known beginning of the tokens, each with one user more.
 
         The last token is never part of it: it has to be computed to know what follows.
         """
         found = []
-        for digest in self._digests(tokens, (len(tokens) - 1) // self.page_size):
+        for digest in self._digests(tokens, (len(tokens) - 1) // self.page_size, adapter):
             page = self._page_of.get(digest)
             if page is None:
                 break
@@ -64,13 +64,13 @@ class PagePool:
             self._unused.pop(page, None)
         return found
 
-    def register(self, tokens: Sequence[int], pages: Sequence[int], first: int = 0) -> None:
+    def register(self, tokens: Sequence[int], pages: Sequence[int], first: int = 0, adapter: str | None = None) -> None:
         """Makes the whole pages of these tokens known, from page `first` on. Pages whose contents are known already are
         skipped."""
         count = min(len(tokens) // self.page_size, len(pages))
         if count <= first or pages[count - 1] in self._digest_of:
             return
-        for number, digest in enumerate(self._digests(tokens, count)):
+        for number, digest in enumerate(self._digests(tokens, count, adapter)):
             page = pages[number]
             if number >= first and page not in self._digest_of and digest not in self._page_of:
                 self._digest_of[page] = digest
@@ -104,9 +104,9 @@ class PagePool:
         if digest is not None:
             del self._page_of[digest]
 
-    def _digests(self, tokens: Sequence[int], count: int):
-        """Of the first `count` pages: each depends on all tokens up to its end."""
-        digest = b""
+    def _digests(self, tokens: Sequence[int], count: int, adapter: str | None):
+        """Of the first `count` pages: each depends on the adapter and on all tokens up to its end."""
+        digest = b"" if adapter is None else hashlib.blake2b(adapter.encode(), digest_size=16).digest()
         for page in range(count if self.caches_prefixes else 0):
             part = np.asarray(tokens[page * self.page_size : (page + 1) * self.page_size], np.int32)
             digest = hashlib.blake2b(digest + part.tobytes(), digest_size=16).digest()

@@ -222,7 +222,8 @@ class Scheduler:
 
     def _register(self, sequence: Sequence, num_tokens: int) -> None:
         if sequence.shares_pages:
-            self.pool.register(sequence.tokens[:num_tokens], sequence.pages, sequence.num_released)
+            tokens = sequence.tokens[:num_tokens]
+            self.pool.register(tokens, sequence.pages, sequence.num_released, sequence.request.sampling.adapter)
 
     def forget(self) -> None:
         """Empties the prefix cache, for other parameters; what runs continues."""
@@ -237,7 +238,7 @@ class Scheduler:
             return False
         # Hidden states are not in pages.
         shares = self.pool.caches_prefixes and not sequence.wants_prompt_logprobs
-        shared = self.pool.match(sequence.tokens) if shares else []
+        shared = self.pool.match(sequence.tokens, sequence.request.sampling.adapter) if shares else []
         border = None
         slot = None
         if self._states is not None and shared:

@@ -67,6 +67,7 @@ class Server(Service):
     ):
         engine = self.engine = engines[0]
         super().__init__(config, engine.text_tokenizer, engine.room_for_prompt(0))
+        self._models += engine.adapters
         self.template = template
         self._tool_format = find_tool_format(template, self.tokenizer) if template else None
         self.metrics = Metrics(config.model_name, lambda: self.replicas.stats)
@@ -115,10 +116,10 @@ class Server(Service):
         prompts = [
             await self._encode(prompt, "prompt") if isinstance(prompt, str) else prompt for prompt in body.prompt
         ]
-        generation = await self._start(request, prompts, sampling)
+        generation = await self._start(request, body.model, prompts, sampling)
         echoed = [self._text(prompt) for prompt in body.prompt] if body.echo else None
         has_tokens = bool(body.return_token_ids)
-        answer = CompletionAnswer(generation, self.config.model_name, self._texts, has_tokens, echoed)
+        answer = CompletionAnswer(generation, body.model or self.config.model_name, self._texts, has_tokens, echoed)
         return await answered(generation, answer, body)
 
     async def chat(self, request: Request, content: bytes) -> Response:
@@ -140,11 +141,13 @@ class Server(Service):
         if demanded and self._tool_format:
             grammar = self._tool_format.grammar(demanded, self.tokenizer.token_id)
             sampling = dataclasses.replace(sampling, grammar=grammar)
-        generation = await self._start(request, [prompt], sampling, [images])
+        generation = await self._start(request, body.model, [prompt], sampling, [images])
         marker = self._tool_format.marker if tools and self._tool_format else None
         most_calls = 1 if body.parallel_tool_calls is False else None
         has_tokens = bool(body.return_token_ids)
-        answer = ChatAnswer(generation, self.config.model_name, self._texts, has_tokens, marker, most_calls)
+        answer = ChatAnswer(
+            generation, body.model or self.config.model_name, self._texts, has_tokens, marker, most_calls
+        )
         return await answered(generation, answer, body)
 
     async def responses(self, request: Request, content: bytes) -> Response:
@@ -152,8 +155,8 @@ class Server(Service):
         self._check_model(body.model)
         prompt, images, room = await self._read_conversation(len(content), body.messages, None)
         sampling = body.sampling(self.config.sampling, body.max_output_tokens or room)
-        generation = await self._start(request, [prompt], sampling, [images])
-        return await answered(generation, ResponseAnswer(generation, self.config.model_name), body)
+        generation = await self._start(request, body.model, [prompt], sampling, [images])
+        return await answered(generation, ResponseAnswer(generation, body.model or self.config.model_name), body)
 
     async def _read_conversation(
         self, size: int, messages: list[dict], tools: list[dict] | None
@@ -182,11 +185,14 @@ class Server(Service):
     async def _start(
         self,
         request: Request,
+        model: str | None,
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         images: Sequence[Sequence[PromptImage]] = (),
     ) -> Generation:
-        """images: of each prompt; none of any if empty."""
+        """model: the name in the request. images: of each prompt; none of any if empty."""
+        if model in self.engine.adapters:
+            sampling = dataclasses.replace(sampling, adapter=model)
         with refusing_values():
             state = request.state
             state.generation = await self.replicas.generate(prompts, sampling, state.deadline, state.client, images)
@@ -250,9 +256,11 @@ class Server(Service):
 
     # ------------------------------------------------------------------ the server itself
 
-    def _card(self) -> dict[str, Any]:
-        more = {"has_chat_template": self.template is not None, "sampling": dict(self.config.sampling)}
-        return super()._card() | more
+    def _card(self, name: str) -> dict[str, Any]:
+        more: dict[str, Any] = {"has_chat_template": self.template is not None, "sampling": dict(self.config.sampling)}
+        if name in self.engine.adapters:
+            more["parent"] = self.config.model_name
+        return super()._card(name) | more
 
     async def embeddings(self, request: Request) -> Response:
         raise Refused(

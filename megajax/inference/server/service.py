@@ -41,6 +41,8 @@ class Service:
         self.tokenizer = tokenizer
         self._keys = [key.encode() for key in config.api_keys]
         self._created = int(time.time())
+        self._models = [config.model_name]
+        """Names that requests may give."""
         self._max_length = max_length
         self._max_characters = max_length * longest_token(tokenizer)
         self._long_work = ThreadPoolExecutor(1, "long work")
@@ -122,21 +124,22 @@ class Service:
             )
 
     def _check_model(self, name: str | None) -> None:
-        if name not in (None, self.config.model_name):
-            raise Refused(404, f"the model {name} does not exist; this server has {self.config.model_name}", "model")
+        if name not in (None, *self._models):
+            raise Refused(404, f"the model {name} does not exist; this server has {', '.join(self._models)}", "model")
 
     # ------------------------------------------------------------------ the model
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        return JSONResponse({"object": "list", "data": [self._card(name) for name in self._models]})
 
     async def model(self, request: Request) -> Response:
-        self._check_model(request.path_params["name"])
-        return JSONResponse(self._card())
+        name = request.path_params["name"]
+        self._check_model(name)
+        return JSONResponse(self._card(name))
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self, name: str) -> dict[str, Any]:
         return {
-            "id": self.config.model_name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "megajax",

@@ -58,14 +58,17 @@ def matrix_b(tensor: Tensor, rank: int) -> Tensor:
     return dataclasses.replace(tensor, parts=tuple(parts), layout=layout)
 
 
-def base_of(adapter: str | Path) -> Path:
-    """The folder of the base, downloaded if it is named as on the hub. Raises ValueError if there is none."""
+def base_of(adapter: str | Path, otherwise: Path | None = None) -> Path:
+    """The folder of the base. If the adapter names none on this machine, it is `otherwise`, or downloaded if that is
+    None and the name is one of the hub. Raises ValueError if there is none."""
     path = Path(adapter)
     options = read_json(str(path / CONFIG))
     named = options.get("base_model_name_or_path")
     for place in (Path(named), path / named) if named else ():
         if is_folder(place):
             return place
+    if otherwise is not None:
+        return otherwise
     problem = "its name is missing"
     try:
         if named:
@@ -81,9 +84,10 @@ def base_of(adapter: str | Path) -> Path:
 class AdapterFolder(Folder):
     """Raises ValueError, naming an option or a tensor, if the folder or its base is not fully supported."""
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, base: Path | None = None):
+        """base: see `base_of`."""
         self.adapter = Path(path)
-        super().__init__(base_of(path))
+        super().__init__(base_of(path, base))
         file = self.adapter / CONFIG
         options = read_json(str(file))
         with problems_in(file):
