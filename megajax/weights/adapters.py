@@ -18,7 +18,7 @@ from megajax.weights.hugging_face.adapter import AdapterFolder, is_adapter
 from megajax.weights.hugging_face.folder import Folder
 from megajax.weights.sources import Source, open_source
 
-COMPARED = 64  # rows at the beginning of a table, or numbers of a vector, by which two bases are compared
+COMPARED = 64  # numbers at the beginning of each axis of an array by which two bases are compared
 FACTORS = ("_lora_a", "_lora_b")
 
 
@@ -39,6 +39,12 @@ class _Adapter(NamedTuple):
         return [name for name in self.records if f"{name}{FACTORS[0]}" in self.records]
 
     @property
+    def shapes(self) -> dict[str, list[int]]:
+        """Of the parameters of its base."""
+        shapes = {name: [*a.shape] for name, a in named(self.model.abstract_weights).items()}
+        return {name: shape for name, shape in shapes.items() if not name.endswith((*FACTORS, "_scale"))}
+
+    @property
     def rank(self) -> int:
         return self.source.config.lora.rank or 0
 
@@ -55,6 +61,7 @@ class AdaptedWeights:
         if base.config.model.media:
             raise ValueError(f"adapters: {base} reads more than text; its adapters can only be served alone (--run)")
         self._base = base
+        self._shapes = _Adapter(str(base), base, _model(base.config)).shapes
         self._adapters = [_opened(f"{name}={path}", path, base) for name, path in adapters.items()]
         found = [
             NamedAdapter(name, each.rank, each.source.config.lora.scale)
@@ -107,8 +114,14 @@ class AdaptedWeights:
                 f"adapters: {adapter.description} has trained {trained[0]} as well, which is not part of an adapter; "
                 "serve it alone (--run)"
             )
-        for name, record in adapter.records.items():
-            if record.role not in ("matrix", "adapter") and not name.endswith("_scale"):
+        for name, shape in adapter.shapes.items():
+            if name not in self._shapes or (name in adapter.matrices and shape != self._shapes[name]):
+                found = self._shapes.get(name, "missing")
+                raise ValueError(
+                    f"adapters: {adapter.description} belongs to another model than {self._base}: {name} is {shape} "
+                    f"there, and {found} here; serve the model that it was trained on"
+                )
+            if adapter.records[name].role != "matrix":
                 mine, theirs = (_beginning(source, name, adapter.model) for source in (adapter.source, self._base))
                 if not all(np.array_equal(mine[layer], theirs[layer]) for layer in mine.keys() - {-1}):  # padding
                     raise ValueError(
@@ -128,13 +141,6 @@ def _opened(description: str, path: str | Path, base: Source) -> _Adapter:
         raise ValueError(
             f"adapters: {description} has none (lora.rank=None); give a run that trained adapters or a folder of PEFT"
         )
-    if config.model != base.config.model:
-        fields = [
-            field for field, value in vars(base.config.model).items() if getattr(config.model, field, None) != value
-        ]
-        raise ValueError(
-            f"adapters: {description} belongs to another model than {base}: {', '.join(fields) or 'model.kind'} differs"
-        )
     return _Adapter(description, source, _model(config))
 
 
@@ -151,7 +157,7 @@ def _in_layer(name: str, layer_rows: Rows) -> str:
 def _read(adapter: _Adapter, name: str) -> dict[int, np.ndarray]:
     """A factor of each layer. Raises ValueError if it is not what was saved."""
     stored = adapter.source.open(name, adapter.model.layer_rows)
-    found = [(layer, part.read((slice(None),) * len(part.shape))) for layer, part in stored.parts]
+    found = [(layer, part.read(tuple(map(slice, part.shape)))) for layer, part in stored.parts]
     if stored.digest is not None and digest_of_pieces(array for _, array in found) != stored.digest:
         raise ValueError(f"adapters: {adapter.description} is damaged: {name} is not what was saved")
     return {layer: array for layer, array in found if layer is not None}
@@ -160,7 +166,7 @@ def _read(adapter: _Adapter, name: str) -> dict[int, np.ndarray]:
 def _beginning(source: Source, name: str, model: Model) -> dict[int | None, np.ndarray]:
     """Of a parameter in each layer, in the compute dtype, in which a run with adapters stores it."""
     parts = source.open(name, model.layer_rows).parts
-    read = {layer: part.read((slice(0, COMPARED), *[slice(None)] * (len(part.shape) - 1))) for layer, part in parts}
+    read = {layer: part.read(tuple(slice(min(size, COMPARED)) for size in part.shape)) for layer, part in parts}
     return {layer: array.astype(model.precision.compute_dtype) for layer, array in read.items()}
 
 
