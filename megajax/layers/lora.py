@@ -26,6 +26,9 @@ from megajax.quantization.formats import scale_of, to_levels
 from megajax.quantization.weights import DTYPES
 
 NO_ADAPTER = -1
+MULTIPLE = 64
+"""Of the columns of all adapters of an engine: XLA for NVIDIA GPUs then multiplies x by the matrix and by them at once,
+without a copy (inference/device/executor.py)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,9 +158,9 @@ class NamedAdapter:
 class AdapterChoice(Transform):
     """Adds one of several adapters, or none, to the product of each token, for serving.
 
-    The a [*K, R] and b [R, *N] of all adapters are side by side, R being the sum of their ranks; of x a the columns of
-    the token's adapter are scaled and those of the others become zero. So one product serves any mix of adapters, and a
-    token without one gets that of the base.
+    The a [*K, R] and b [R, *N] of all adapters are side by side, followed by zeros up to a multiple of 64 columns; of
+    x a those of the token's adapter are scaled and the others become zero. So one product serves any mix of adapters,
+    and a token without one gets that of the base.
     """
 
     adapters: tuple[NamedAdapter, ...]
@@ -168,13 +171,18 @@ class AdapterChoice(Transform):
     def names(self) -> tuple[str, ...]:
         return tuple(adapter.name for adapter in self.adapters)
 
+    @property
+    def num_columns(self) -> int:
+        """R."""
+        return -(-sum(adapter.rank for adapter in self.adapters) // MULTIPLE) * MULTIPLE
+
     def fits(self, record: Parameter) -> bool:
         """Rows of experts are in another order than tokens, and latents are multiplied by merged matrices."""
         return not {"experts", "latent"} & {*record.axes}
 
     def apply(self, matrix: Matrix, rngs: nnx.Rngs) -> None:
         super().apply(matrix, rngs)
-        _add_factors(matrix, sum(adapter.rank for adapter in self.adapters), rngs)
+        _add_factors(matrix, self.num_columns, rngs)
 
     def merged(self, matrix: Matrix, w: jax.Array) -> jax.Array:
         raise ValueError(f"adapters={','.join(self.names)} cannot be merged into one matrix")
@@ -184,10 +192,14 @@ class AdapterChoice(Transform):
         if chosen is None:
             return y
         a, b = _factors(matrix)
-        ranks = [adapter.rank for adapter in self.adapters]
-        owners_R = np.repeat(np.arange(len(ranks)), ranks)
-        scales_R = jnp.asarray(np.repeat([adapter.scale for adapter in self.adapters], ranks), x.dtype)
-        scales = jnp.where(chosen[..., None] == owners_R, scales_R, 0)
+        owners_R = np.full(self.num_columns, NO_ADAPTER)
+        scales_R = np.zeros(self.num_columns)
+        end = 0
+        for number, adapter in enumerate(self.adapters):
+            start, end = end, end + adapter.rank
+            owners_R[start:end] = number
+            scales_R[start:end] = adapter.scale
+        scales = jnp.where(chosen[..., None] == owners_R, jnp.asarray(scales_R, x.dtype), 0)
         return y + matmul(scales * matmul(x, a, matrix.record.num_inputs), b)
 
 

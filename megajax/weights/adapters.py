@@ -96,7 +96,8 @@ class AdaptedWeights:
                 _zeros(example, axis, each.rank) if layers is None else layers[layer]
                 for each, layers in zip(self._adapters, found, strict=True)
             ]
-            whole = np.concatenate(factors, axis)
+            padding = self.transform.num_columns - sum(each.rank for each in self._adapters)
+            whole = np.concatenate([*factors, _zeros(example, axis, padding)], axis)
             parts.append((layer, PiecewiseArray(whole.shape, whole.dtype, whole.__getitem__)))
         return StoredParameter(parts, None)
 

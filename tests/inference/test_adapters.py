@@ -178,16 +178,22 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_layers_and_formats(name):
-    """A choice of one adapter has the parameters of that adapter alone."""
+    """A choice of one adapter has the parameters of that adapter alone, and zeros."""
     config, changes = OTHERS[name]
     lora = LORAS["all"]
     choice = AdapterChoice(("*",), (NamedAdapter("it", lora.rank, lora.scale),))
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     serving = dataclasses.replace(SERVING, max_rows=1, **changes)
 
+    def pad(array: np.ndarray, form: jax.ShapeDtypeStruct) -> np.ndarray:
+        return np.pad(array, [(0, wide - size) for size, wide in zip(array.shape, form.shape, strict=True)])
+
     def made(*transforms) -> Engine:
-        model = Model(config, PrecisionConfig(compute="float32"), adapters=transforms)
-        return Engine(model, jax.device_put(drawn(model, 1), model.shardings(mesh)), mesh, None, serving=serving)
+        alone, model = (
+            Model(config, PrecisionConfig(compute="float32"), adapters=each) for each in (lora.transforms, transforms)
+        )
+        params = jax.tree.map(pad, drawn(alone, 1), model.abstract_weights)
+        return Engine(model, jax.device_put(params, model.shardings(mesh)), mesh, None, serving=serving)
 
     def generated(engine: Engine, adapter: str | None = None) -> list[tuple]:
         found = []

@@ -15,6 +15,7 @@ from megajax.inference.device.executor import LARGEST_JOINED, decode_options, pr
 from megajax.inference.device.programs import Rows
 from megajax.inference.device.weights import FORMATS, joined_layers
 from megajax.layers.attention.kv_cache import PoolSizes
+from megajax.layers.lora import AdapterChoice, LoraConfig, NamedAdapter
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
@@ -50,13 +51,14 @@ def is_one_graph(dump):
     outermost = [line for line in thunks if line[:1].isdigit()]
     return len(outermost) == 1 and "kCommandBuffer" in outermost[0]
 
-def check(mlp_dim, *names):
+def check(mlp_dim, *names, transforms=()):
     model = Model(DecoderConfig(
         num_layers=1, embed_dim=4096, num_heads=32, num_kv_heads=8, mlp_dim=mlp_dim, vocab_size=1024, position="rope",
         norm="rmsnorm", activation="swiglu", biases=(), tied_embeddings=False,
-    ))
+    ), adapters=transforms)
     vocab_size = model.config.vocab_size
-    batches = Batches(sizes, shapes, vocab_size)
+    adapters = [name for transform in transforms for name in getattr(transform, "names", ())]
+    batches = Batches(sizes, shapes, vocab_size, adapters=adapters)
     params = abstract(jax.tree.map(split, model.cast_weights(model.precision.compute_dtype), model.records))
     caches = abstract(jax.eval_shape(functools.partial(model.config.new_pages, sizes, model.execution)))
     rows = abstract(jax.eval_shape(functools.partial(Rows.zeros, sizes.num_rows, vocab_size)))
@@ -98,6 +100,9 @@ def check(mlp_dim, *names):
 with jax.set_mesh(mesh):
     check(14336)
     check(11040, "32 rows")  # a multiple of 32
+    two = (NamedAdapter("one", 16, 2.0), NamedAdapter("two", 8, 2.0))
+    check(14336, "one row", "32 rows", "mixed", transforms=(AdapterChoice(("*",), two),))
+    check(14336, "one row", transforms=LoraConfig(rank=16).transforms)
 """
 
 
@@ -111,4 +116,8 @@ def test_a_call_copies_no_weight_and_no_page(compile_for_hopper):
         "int8: 1000 True True []",
         "float8: 1000 True True []",
         "32 rows: 0 True True []",
+        "one row: 1000 True True []",
+        "32 rows: 1000 True True []",
+        "mixed: 0 True True []",
+        "one row: 0 True True []",
     ]

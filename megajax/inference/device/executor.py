@@ -88,12 +88,12 @@ def _encoded(model: Model, params: dict, patches: jax.Array, places: jax.Array, 
 
 
 def _columns(model: Model, mesh: Mesh) -> set[int]:
-    """Of the matrices of layers on a device."""
+    """Of the matrices of layers on a device, and of what is beside them."""
     leaves = (jax.tree.leaves(tree) for tree in (model.abstract_weights, model.records, model.shardings(mesh)))
     return {
         math.prod(sharding.shard_shape(leaf.shape)[record.num_stacked + record.num_inputs :])
         for leaf, record, sharding in zip(*leaves, strict=True)
-        if record.role == "matrix"
+        if record.role in ("matrix", "adapter")
     }
 
 
