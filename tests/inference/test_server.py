@@ -143,7 +143,7 @@ def test_replicas_share_the_requests(engine, offline, monkeypatch):
         assert metrics(url)["megajax:generation_tokens_total"] == sum(counts) + before
     made = []
     monkeypatch.setattr(
-        Engine, "from_run", lambda run, mesh, step, serving, draft, devices: made.append((mesh, devices))
+        Engine, "from_run", lambda run, mesh, step, serving, draft, devices, _: made.append((mesh, devices))
     )
     Engine.replicas_from_run("run", MeshConfig(data=3, tensor=2))
     assert made == [(MeshConfig(tensor=2), jax.devices()[first : first + 2]) for first in (0, 2, 4)]
