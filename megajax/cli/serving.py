@@ -63,17 +63,18 @@ class Serve(OfEngine, OfChats):
         from megajax.inference.tokens.sampling import recommended_sampling
         from megajax.weights.sources import open_source
 
+        model_name = self.model_name or hub.short_name(self.run)
+        adapters = read_adapters(self.adapters, model_name)
+        if adapters and self.server.allow_load:
+            raise ValueError("allow_load: adapters belong to the parameters that they were trained on; leave it out")
         config = dataclasses.replace(
             self.server,
             run=self.run,
-            model_name=self.model_name or hub.short_name(self.run),
+            model_name=model_name,
             api_keys=read_keys(self.api_key, self.api_key_file),
             image_hosts=read_hosts(self.server.image_hosts),
             sampling=recommended_sampling(hub.local(self.run)),
         )
-        adapters = read_adapters(self.adapters, config.model_name)
-        if adapters and config.allow_load:
-            raise ValueError("allow_load: adapters belong to the parameters that they were trained on; leave it out")
         self.check_template()
         self.serving.check()
         self.mesh.check()

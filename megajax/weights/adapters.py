@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megajax import hub
 from megajax.checkpoint.layout import Rows, stack_of
 from megajax.checkpoint.piecewise import PiecewiseArray, StoredParameter
 from megajax.checkpoint.verify import digest_of_pieces
@@ -133,6 +134,7 @@ class AdaptedWeights:
 
 def _opened(description: str, path: str | Path, base: Source) -> _Adapter:
     """Raises ValueError."""
+    path = hub.local(path)
     if is_adapter(path):
         source = AdapterFolder(path, base.path if isinstance(base, Folder) else None)
     else:
