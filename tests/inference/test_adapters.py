@@ -33,7 +33,7 @@ from megajax.training.config import TrainingConfig
 from megajax.weights.adapters import AdaptedWeights
 from megajax.weights.hugging_face.export import export_run
 from megajax.weights.sources import open_source
-from servers import serving, wait_until
+from servers import prompt_logprobs, serving, wait_until
 
 MODEL = DecoderConfig(
     num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=48, vocab_size=257, vocab_multiple=2,
@@ -105,11 +105,16 @@ def answers(engine: Engine, requests) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def wanted(paths):
-    """{(number of a prompt, adapter): its tokens}, each from an engine with this adapter alone."""
+def alone(paths):
+    """Engines with one adapter, and with none."""
+    return {name: Engine.from_run(paths[name], serving=SERVING) for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def wanted(alone):
+    """{(number of a prompt, adapter): its tokens}."""
     found = {}
-    for name in NAMES:
-        engine = Engine.from_run(paths[name], serving=SERVING)
+    for name, engine in alone.items():
         for number, tokens in enumerate(engine.generate_tokens(PROMPTS, GREEDY)):
             found[number, name] = tokens
     assert len({tuple(tokens) for tokens in found.values()}) == len(found)  # each adapter changes each answer
@@ -133,6 +138,11 @@ def test_requests_of_one_batch_get_what_engines_with_one_adapter_generate(engine
     check(engine, wanted)  # from the prefix cache
     assert engine.stats().prefix_hits > hits
     assert engine.generate_tokens(PROMPTS, GREEDY) == [wanted[number, None] for number in range(len(PROMPTS))]
+
+
+def test_the_base_is_unchanged_bit_for_bit(engine, alone):
+    for prompt in PROMPTS:
+        assert prompt_logprobs(engine, prompt) == prompt_logprobs(alone[None], prompt)
 
 
 def test_adapters_share_no_pages(engine):
