@@ -96,8 +96,11 @@ def adapters_of(paths) -> dict:
 
 
 def answers(engine: Engine, requests) -> list[list[int]]:
-    """requests: (prompt, name of its adapter)."""
-    prompts = [(prompt, dataclasses.replace(GREEDY, adapter=name)) for prompt, name in requests]
+    """requests: (prompt, name of its adapter). They end at different times, so that prompts begin beside others."""
+    prompts = [
+        (prompt, dataclasses.replace(GREEDY, adapter=name, max_tokens=GREEDY.max_tokens - number % 4))
+        for number, (prompt, name) in enumerate(requests)
+    ]
     found = [[] for _ in prompts]
     for number, output in outputs_of(engine, prompts):
         found[number] += output.tokens
@@ -129,7 +132,8 @@ def engine(paths):
 def check(engine, wanted):
     keys = list(wanted)
     found = answers(engine, [(PROMPTS[number], name) for number, name in keys])
-    assert dict(zip(keys, found, strict=True)) == wanted
+    for key, tokens in zip(keys, found, strict=True):
+        assert (key, tokens) == (key, wanted[key][: len(tokens)])
 
 
 def test_requests_of_one_batch_get_what_engines_with_one_adapter_generate(engine, wanted):
