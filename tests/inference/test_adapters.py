@@ -133,6 +133,7 @@ def check(engine, wanted):
     keys = list(wanted)
     found = answers(engine, [(PROMPTS[number], name) for number, name in keys])
     for key, tokens in zip(keys, found, strict=True):
+        assert len(tokens) >= GREEDY.max_tokens - 3
         assert (key, tokens) == (key, wanted[key][: len(tokens)])
 
 
