@@ -173,7 +173,9 @@ def test_decoding_beside_prompts_and_guesses_keep_the_adapters(paths, wanted, mo
 
 
 def test_a_mesh_gives_the_same(paths, wanted):
-    check(Engine.from_run(paths[None], MeshConfig(tensor=2), serving=SERVING, adapters=adapters_of(paths)), wanted)
+    check(
+        Engine.from_run(paths[None], MeshConfig(fsdp=2, tensor=2), serving=SERVING, adapters=adapters_of(paths)), wanted
+    )
 
 
 OTHERS = {
