@@ -69,7 +69,8 @@ def check(mlp_dim, *names, transforms=()):
         (*batches.empty_decode(*shapes.fitting_decode(number, 1)), np.int32(1)) for number in (1, 32)
     )
     prompt, mixed = (
-        (*batches.empty_prefill(*shapes.fitting_prefill(shapes.chunks[-1], 32, number)), np.bool_(False), None) for number in (0, 1)
+        (*batches.empty_prefill(*shapes.fitting_prefill(shapes.chunks[-1], 32, number)), np.bool_(False), None)
+        for number in (0, 1)
     )
     matrices = joined(model, params)
     calls = {"one row": (matrices, decode, one_row, 2 * MiB), "prompt": (matrices, prefill, prompt, 64 * MiB),
