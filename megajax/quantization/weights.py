@@ -1,11 +1,15 @@
-"""Matrices in 8 bits, and products with them.
+"""Matrices in 8 and 4 bits, and products with them.
 
 Formats (formats.py): int8, symmetric, with levels -127 to 127; float8 is e4m3. A matrix has a float32 scale per
 output, value = scale * level. Its inputs are multiplied as they are, or are rounded to the format of the matrix first:
 with a scale per token that is found while computing (dynamic), or with one scale that was calibrated before (static).
+
+Folders in AWQ and GPTQ have int4, levels -8 to 7, with a scale for each group of inputs of an output, and inputs that
+are multiplied as they are.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from types import EllipsisType
 from typing import Literal, NamedTuple
@@ -21,23 +25,35 @@ Inputs = Literal["unchanged", "dynamic", "static"]
 DTYPES = {"int8": jnp.dtype(jnp.int8), "float8": jnp.dtype(jnp.float8_e4m3fn)}
 
 
+# Rows with a product for each group. To write and read these products takes 8 bytes per row and group of an output:
+# with 32 rows and groups of 128 half of what a bfloat16 copy of the matrix takes.
+MAX_ROWS_BY_GROUP = 32
+
+
 class WeightFormat(NamedTuple):
-    dtype: Literal["int8", "float8"]
+    dtype: Literal["int8", "float8", "int4"]
+    """Folders have int4; no matrix is rounded to it here."""
     inputs: Inputs
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeight:
-    """A matrix [*K, *N] in 8 bits, for programs that only read it. A layer passes it to `matmul` like an array."""
+    """A matrix [*K, *N] in 8 or 4 bits, for programs that only read it. A layer passes it to `matmul` like an array.
+
+    A weight is (level - zero) * scale. In 8 bits all inputs of an output share a scale, in 4 bits those of each of G
+    groups of consecutive inputs share zero and scale.
+    """
 
     values: jax.Array | np.ndarray
-    """int8 or float8_e4m3fn [*N, *K]: the inputs are last, as the FP8 products of GPUs read them."""
+    """int8, float8_e4m3fn or int4 [*N, *K]: the inputs are last, as the FP8 products of GPUs read them."""
     scale: jax.Array | np.ndarray
-    """float32 [*N]."""
+    """float32 [1, *N]; of groups in the dtype of their folder, [G, *N]."""
     input_scale: jax.Array | np.ndarray | None
     """float32 scalar, for static inputs."""
     inputs: Inputs = dataclasses.field(metadata=dict(static=True))
+    zero: jax.Array | np.ndarray | None = None
+    """int8 [G, *N]; None: 0."""
 
     @staticmethod
     def of(matrix: jax.Array, num_inputs: int, format: WeightFormat, input_scale=None) -> "QuantizedWeight":
@@ -46,61 +62,105 @@ class QuantizedWeight:
         scale = scale_of(matrix, dtype, range(num_inputs))
         levels = to_levels(matrix.astype(jnp.float32) / scale, dtype)
         outputs_first = (*range(num_inputs, matrix.ndim), *range(num_inputs))
-        scale = scale.reshape(matrix.shape[num_inputs:])
+        scale = scale.reshape(1, *matrix.shape[num_inputs:])
         return QuantizedWeight(levels.transpose(outputs_first), scale, input_scale, format.inputs)
 
     def __getitem__(self, key: EllipsisType) -> "QuantizedWeight":
         assert key is Ellipsis, key
         return self
 
+    @property
+    def num_outputs(self) -> int:
+        """How many dims N are."""
+        return self.scale.ndim - 1
+
     def reshape(self, shape: Sequence[int]) -> "QuantizedWeight":
         """As of the matrix; its only dim of inputs stays."""
-        assert self.values.ndim - self.scale.ndim == 1, self.values.shape
-        outputs = self.scale.reshape(shape[1:])
-        values = self.values.reshape(*outputs.shape, self.values.shape[-1])
-        return dataclasses.replace(self, values=values, scale=outputs)
+        assert self.values.ndim - self.num_outputs == 1, self.values.shape
+
+        def reshaped(array: jax.Array) -> jax.Array:
+            return array.reshape(array.shape[0], *shape[1:])
+
+        values = self.values.reshape(*shape[1:], self.values.shape[-1])
+        scale, zero = jax.tree.map(reshaped, (self.scale, self.zero))
+        return dataclasses.replace(self, values=values, scale=scale, zero=zero)
 
     @staticmethod
     def joined(weights: Sequence["QuantizedWeight"], axis: int) -> "QuantizedWeight | None":
         """Those of matrices with one dim of inputs, side by side along `axis` of the matrix; None if their formats
         differ, or if each has an input scale of its own."""
-        formats = {(w.values.dtype, w.inputs) for w in weights}
+        formats = {(jax.tree.structure(w), w.values.dtype, w.scale.dtype, w.scale.shape[0]) for w in weights}
         if len(formats) > 1 or any(w.input_scale is not None for w in weights):
             return None
         values = jnp.concatenate([w.values for w in weights], axis - 1)
-        return dataclasses.replace(
-            weights[0], values=values, scale=jnp.concatenate([w.scale for w in weights], axis - 1)
-        )
+        of_groups = [(w.scale, w.zero) for w in weights]
+        scale, zero = jax.tree.map(lambda *arrays: jnp.concatenate(arrays, axis), *of_groups)
+        return dataclasses.replace(weights[0], values=values, scale=scale, zero=zero)
 
     def matrix(self) -> jax.Array:
         """float32 [*K, *N]."""
-        outputs = self.scale.ndim
-        full = jnp.asarray(self.values, jnp.float32) * jnp.expand_dims(self.scale, range(outputs, self.values.ndim))
-        return full.transpose((*range(outputs, full.ndim), *range(outputs)))
+        full = self._dequantized(jnp.float32)
+        return full.transpose((*range(self.num_outputs, full.ndim), *range(self.num_outputs)))
+
+    def _dequantized(self, dtype: jnp.dtype) -> jax.Array:
+        """[*N, *K]; computed in float32."""
+        levels = jnp.asarray(self.values, jnp.float32).reshape(*self.scale.shape[1:], self.scale.shape[0], -1)
+        if self.zero is not None:
+            levels -= jnp.moveaxis(self.zero, 0, -1)[..., None]
+        scaled = levels * jnp.moveaxis(self.scale, 0, -1)[..., None]
+        return scaled.astype(dtype).reshape(self.values.shape)
 
     def multiply(self, x: jax.Array, num_inputs: int = 1) -> jax.Array:
-        """x [..., *K] -> [..., *N] in x's dtype; scales are applied to the product, in float32.
+        """x [..., *K] -> [..., *N] in x's dtype.
 
-        With unchanged inputs the levels are cast to x's dtype, in which bfloat16 holds all of them; Triton's products
-        include the cast, and so read 8 bits per weight. cuBLAS reads a copy of the matrix in x's dtype.
+        In 8 bits the scales are applied to the product, in float32. With unchanged inputs the levels are cast to x's
+        dtype, in which bfloat16 holds all of them; Triton's products include the cast, and so read 8 bits per weight.
+        cuBLAS reads a copy of the matrix in x's dtype.
+
+        In 4 bits few rows have a product for each group, which is the same: scales and zeros are applied to these
+        products, and the levels are read as they are. Triton's products include nothing that depends on the scales, so
+        that for many rows, where these products would be larger than the matrix, there is a copy of it in x's dtype.
         """
-        assert num_inputs == self.values.ndim - self.scale.ndim, (num_inputs, self.values.shape, self.scale.shape)
+        assert num_inputs == self.values.ndim - self.num_outputs, (num_inputs, self.values.shape, self.scale.shape)
         contracted = tuple(range(x.ndim - num_inputs, x.ndim))
-        assert x.shape[contracted[0] :] == self.values.shape[self.scale.ndim :], (x.shape, self.values.shape)
-        dims = (contracted, tuple(range(self.scale.ndim, self.values.ndim))), ((), ())
+        assert x.shape[contracted[0] :] == self.values.shape[self.num_outputs :], (x.shape, self.values.shape)
+        dims = (contracted, tuple(range(self.num_outputs, self.values.ndim))), ((), ())
         if self.inputs == "unchanged":
-            precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+            is_grouped = self.values.dtype == jnp.int4
+            if is_grouped and math.prod(x.shape[: contracted[0]]) <= MAX_ROWS_BY_GROUP:
+                return self._by_group(x.reshape(*x.shape[: contracted[0]], self.scale.shape[0], -1))
+            factor = self._dequantized(x.dtype) if is_grouped else self.values.astype(x.dtype)
             product = jax.lax.dot_general(
-                x, self.values.astype(x.dtype), dims, precision=precision, preferred_element_type=jnp.float32
+                x, factor, dims, precision=_precision(x.dtype), preferred_element_type=jnp.float32
             )
-            return (product * self.scale).astype(x.dtype)
+            return (product if is_grouped else product * self.scale[0]).astype(x.dtype)
         scale = scale_of(x, self.values.dtype, contracted) if self.input_scale is None else self.input_scale
         levels = to_levels(x.astype(jnp.float32) / scale, self.values.dtype)
         accumulated = jnp.int32 if levels.dtype == jnp.int8 else jnp.float32
         product = jax.lax.dot_general(levels, self.values, dims, preferred_element_type=accumulated)
         if self.input_scale is None:
-            scale = scale.reshape(*x.shape[: contracted[0]], *[1] * self.scale.ndim)
-        return (product.astype(jnp.float32) * scale * self.scale).astype(x.dtype)
+            scale = scale.reshape(*x.shape[: contracted[0]], *[1] * self.num_outputs)
+        return (product.astype(jnp.float32) * scale * self.scale[0]).astype(x.dtype)
+
+    def _by_group(self, x: jax.Array) -> jax.Array:
+        """x [..., G, K / G] -> [..., *N]."""
+        num_groups, *outputs = self.scale.shape
+        levels = self.values.reshape(*outputs, num_groups, -1).astype(x.dtype)
+        dims = ((x.ndim - 1,), (levels.ndim - 1,)), ((x.ndim - 2,), (levels.ndim - 2,))
+        product = jax.lax.dot_general(  # [G, ..., *N]
+            x, levels, dims, precision=_precision(x.dtype), preferred_element_type=jnp.float32
+        )
+        beside_rows = range(1, x.ndim - 1)
+        if self.zero is not None:
+            sums = jnp.moveaxis(jnp.sum(x.astype(jnp.float32), -1), -1, 0)
+            sums = jnp.expand_dims(sums, range(sums.ndim, product.ndim))
+            product -= jnp.expand_dims(self.zero.astype(jnp.float32), beside_rows) * sums
+        scale = jnp.expand_dims(self.scale.astype(jnp.float32), beside_rows)
+        return jnp.sum(product * scale, 0).astype(x.dtype)
+
+
+def _precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
 def is_quantized(node) -> bool:

@@ -92,9 +92,13 @@ class Part:
         return (math.prod(self.shape[slice(*ends)]),) if self.num_inputs else ()
 
     @property
+    def outputs(self) -> tuple[int, ...]:
+        return self.shape[self.num_stacked + self.num_inputs :]
+
+    @property
     def num_outputs(self) -> int:
         """Of a matrix, or entries of a bias."""
-        return math.prod(self.shape[self.num_stacked + self.num_inputs :])
+        return math.prod(self.outputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,9 +125,11 @@ class Tensor:
         is_ours = self.layout == "conv1d"
         return (*first.stack, *first.inputs, outputs) if is_ours else (*first.stack, outputs, *first.inputs)
 
-    def of_outputs(self) -> "Tensor":
-        """One number per output of each part, such as a bias or the scales of a matrix."""
-        parts = [dataclasses.replace(part, shape=part.shape[part.num_inputs :], num_inputs=0) for part in self.parts]
+    def with_inputs(self, number: int) -> "Tensor":
+        """The matrix with as many inputs, such as the scales of its groups of inputs."""
+        parts = [
+            dataclasses.replace(part, shape=(*part.stack, number, *part.outputs), num_inputs=1) for part in self.parts
+        ]
         return dataclasses.replace(self, parts=tuple(parts))
 
     def split(self, array: np.ndarray) -> tuple[np.ndarray, ...]:

@@ -1,4 +1,4 @@
-"""The weights that the programs of an engine read: an array per layer, in the compute dtype or in 8 bits, and for
+"""The weights that the programs of an engine read: an array per layer, in the compute dtype, or in 8 or 4 bits, and for
 queries, keys and values together (Model.joinable).
 
 Joined, they are one product that reads its matrix where it is: with 256 rows of Llama-3 8B 48 us per layer, together
@@ -11,6 +11,7 @@ whose weights in the compute dtype would not fit.
 import dataclasses
 import functools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -332,12 +333,22 @@ def _transposer(axes: tuple[int, ...], sharding: NamedSharding):
 
 
 def _put_levels(levels: QuantizedWeight, record: Parameter, mesh: Mesh) -> QuantizedWeight:
-    """levels: with arrays of NumPy."""
+    """levels: with arrays of NumPy. Raises ValueError if the mesh splits them within groups."""
+    shardings = _shardings(record, levels.inputs, mesh, has_zero=levels.zero is not None)
+    in_order = NamedSharding(mesh, weight_spec(record.axes))
+    shape = (*levels.values.shape[levels.num_outputs :], *levels.scale.shape[1:])
+    num_inputs, whole = (math.prod(of[: record.num_inputs]) for of in (in_order.shard_shape(shape), shape))
+    group = whole // len(levels.scale)
+    if len(levels.scale) > 1 and num_inputs % group:
+        raise ValueError(
+            f"the mesh splits its inputs into parts of {num_inputs}, which are no whole groups of {group}: decrease "
+            "mesh.tensor or mesh.fsdp, or set weight_dtype=compute"
+        )
 
     def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
-    return jax.tree.map(put, levels, _shardings(record, levels.inputs, mesh))
+    return jax.tree.map(put, levels, shardings)
 
 
 def _quantized(matrix: jax.Array, record: Parameter, format: WeightFormat, mesh: Mesh) -> QuantizedWeight:
@@ -352,8 +363,8 @@ def _quantizer(record: Parameter, format: WeightFormat, mesh: Mesh):
     return jax.jit(of, out_shardings=_shardings(record, format.inputs, mesh))
 
 
-def _shardings(record: Parameter, inputs: Inputs, mesh: Mesh) -> QuantizedWeight:
-    """Of the values, the scale and the input scale of a matrix with this record."""
+def _shardings(record: Parameter, inputs: Inputs, mesh: Mesh, *, has_zero: bool = False) -> QuantizedWeight:
+    """Of the arrays of a matrix with this record."""
     spec = tuple(weight_spec(record.axes))
     outputs = spec[record.num_inputs :]
 
@@ -361,4 +372,6 @@ def _shardings(record: Parameter, inputs: Inputs, mesh: Mesh) -> QuantizedWeight
         return NamedSharding(mesh, P(*entries))
 
     of_input = over() if inputs == "static" else None
-    return QuantizedWeight(over(*outputs, *spec[: record.num_inputs]), over(*outputs), of_input, inputs)
+    of_groups = over(None, *outputs)
+    zero = of_groups if has_zero else None
+    return QuantizedWeight(over(*outputs, *spec[: record.num_inputs]), of_groups, of_input, inputs, zero)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from megajax.checkpoint.layout import Rows, stack_of
@@ -132,15 +133,18 @@ class Folder:
     def levels(self, name: str, layer: int | None) -> QuantizedWeight | None:
         """A matrix of a layer as it is stored in weight_format, with arrays of NumPy; None: this one is not."""
         tensor, number = self.map.source[name, () if layer is None else (layer,)]
-        format = self.weight_format
-        found = None if tensor.layout == "conv1d" else self.files.levels(self._names[tensor.name])
-        if found is None or format is None:
+        found = None if tensor.layout == "conv1d" else self.files.weight(self._names[tensor.name])
+        if found is None or self.weight_format is None:
             return None
-        levels, scale, input_scale = found
         part = tensor.parts[number]
         outputs_first = (*range(part.num_inputs, len(part.shape)), *range(part.num_inputs))
-        values = tensor.split(levels)[number].transpose(outputs_first)
-        return QuantizedWeight(values, tensor.of_outputs().split(scale)[number], input_scale, format.inputs)
+        values = tensor.split(np.asarray(found.values))[number].transpose(outputs_first)
+
+        def of_part(of_groups: np.ndarray) -> np.ndarray:
+            return tensor.with_inputs(len(of_groups)).split(of_groups.T)[number]
+
+        scale, zero = jax.tree.map(of_part, (found.scale, found.zero))
+        return dataclasses.replace(found, values=values, scale=scale, zero=zero)
 
     def piecewise(self, model: Model) -> dict:
         """Nested dict of PiecewiseArray, each in the dtype of the folder."""

@@ -1,13 +1,15 @@
 """Quantised Hugging Face folders: what `quantization_config` says, their tensors as if they were not quantised, and
 what is written of a matrix.
 
-Two formats, both read by vLLM and transformers: compressed-tensors (https://github.com/vllm-project/compressed-tensors)
-in int8 and float8 with a scale per tensor, output (channel), group or block, and fp8 with a scale per tensor or block,
-as DeepSeek-V3 and Qwen3 publish it. A matrix X.weight [out, in] has X.weight_scale or X.weight_scale_inv, which is
-multiplied too in spite of its name, and for static inputs X.input_scale.
+In 8 bits, two formats that vLLM and transformers read: compressed-tensors
+(https://github.com/vllm-project/compressed-tensors) in int8 and float8 with a scale per tensor, output (channel), group
+or block, and fp8 with a scale per tensor or block, as DeepSeek-V3 and Qwen3 publish it. A matrix X.weight [out, in] has
+X.weight_scale or X.weight_scale_inv, which is multiplied too in spite of its name, and for static inputs X.input_scale.
+Matrices in 4 bits are in four_bits.py.
 """
 
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -19,7 +21,8 @@ import numpy as np
 
 from megajax.checkpoint.piecewise import pieces
 from megajax.quantization.formats import largest
-from megajax.quantization.weights import DTYPES, Inputs, WeightFormat
+from megajax.quantization.weights import DTYPES, Inputs, QuantizedWeight, WeightFormat
+from megajax.weights.hugging_face.four_bits import Layout, Packing, packed_matrices
 from megajax.weights.hugging_face.options import read_object
 from megajax.weights.hugging_face.tensor_files import TensorFiles, TensorForm
 from megajax.weights.parameter_reader import check_finite
@@ -34,6 +37,7 @@ INPUT_SCALES = ("input_scale", "activation_scale")
 PAGE_SCALES = (".k_scale", ".v_scale", ".q_scale")  # of keys and values, which have a format of their own here
 STORED = ("naive-quantized", "int-quantized", "float-quantized")
 """The formats of compressed-tensors with one number of a dtype per weight."""
+PACKED: Layout = "pack-quantized"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +48,8 @@ class Scheme:
     """Outputs and inputs that share a scale; None: all of a tensor or of an output do."""
     inputs: Inputs | None
     """What products do with their inputs; None: something that the engine does not."""
+    packing: Packing | None = None
+    """Of matrices in 4 bits."""
 
 
 def read_scheme(options: Mapping[str, Any]) -> Scheme | None:
@@ -58,31 +64,87 @@ def read_scheme(options: Mapping[str, Any]) -> Scheme | None:
             return Scheme(tuple(block), None)
         known: dict[Any, Inputs] = {"dynamic": "dynamic", "static": "static"}
         return Scheme(None, known.get(found.get("activation_scheme")))
-    if method != "compressed-tensors":
+    if method == "compressed-tensors":
+        return _compressed_tensors(found)
+    if method == "awq":
+        _require(found, "version", str(found.get("version") or found.get("format", "gemm")).lower(), "gemm")
+        _require(found, "zero_point", found.get("zero_point", True), True)
+        return _four_bits(found, "awq")
+    if method == "gptq":
+        layout = _require(found, "checkpoint_format", _gptq_format(found), "gptq", "gptq_v2")
+        return _four_bits(found, layout)
+    raise ValueError(
+        f"quantization_config.quant_method={method} is not supported, only awq, compressed-tensors, fp8 and gptq; use "
+        "the folder in bfloat16"
+    )
+
+
+def _require(found: Mapping[str, Any], name: str, value: Any, *allowed: Any) -> Any:
+    if value not in allowed:
+        known = " and ".join(map(str, allowed))
         raise ValueError(
-            f"quantization_config.quant_method={method} is not supported, only compressed-tensors and fp8; use the "
-            "folder in bfloat16"
+            f"quantization_config.{name}={value} is not supported with quant_method={found['quant_method']}, only "
+            f"{known}; use the folder in bfloat16"
         )
-    return _compressed_tensors(found)
+    return value
+
+
+def _gptq_format(found: Mapping[str, Any]) -> str:
+    if found.get("is_marlin_format"):
+        return "marlin"
+    return found.get("checkpoint_format") or found.get("format") or "gptq"
+
+
+def _four_bits(found: Mapping[str, Any], layout: Layout) -> Scheme:
+    _require(found, "bits", found.get("bits"), 4)
+    return Scheme(None, "unchanged", Packing(layout, _group_size(found)))
+
+
+def _group_size(found: Mapping[str, Any]) -> int | None:
+    size = found.get("group_size")
+    if size in (None, -1):
+        return None
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"quantization_config: group_size={size} must be a positive number, or -1 for no groups")
+    return size
 
 
 def _compressed_tensors(found: Mapping[str, Any]) -> Scheme:
     groups = list(read_object(found, "config_groups").values())
     formats = {group.get("format") or found.get("format") for group in groups} if groups else {found.get("format")}
-    if other := sorted(map(str, formats - {*STORED})):
+    if other := sorted(map(str, formats - {*STORED, PACKED})):
         raise ValueError(
-            f"quantization_config.format={other[0]} is not supported, only {', '.join(STORED)}; use the folder in "
-            "bfloat16"
+            f"quantization_config.format={other[0]} is not supported, only {', '.join((*STORED, PACKED))}; use the "
+            "folder in bfloat16"
         )
     for name in ("sparsity_config", "transform_config"):
         if found.get(name):
             raise ValueError(f"quantization_config.{name} is not supported; use the folder in bfloat16")
+    if PACKED in formats:
+        return _packed_scheme(groups, formats)
     schemes = {_group_scheme(group) for group in groups}
     blocks = {scheme.block for scheme in schemes if scheme.block is not None}
     if len(blocks) > 1:
         raise ValueError(f"quantization_config.config_groups: groups with blocks of {sorted(blocks)} are not supported")
     inputs = {scheme.inputs for scheme in schemes}
     return Scheme(blocks.pop() if blocks else None, inputs.pop() if len(inputs) == 1 and not blocks else None)
+
+
+def _packed_scheme(groups: Sequence[Mapping[str, Any]], formats: set) -> Scheme:
+    sections = [group.get("weights") or {} for group in groups]
+    kinds = {(w.get("num_bits"), w.get("type", "int"), _group_size(w)) for w in sections}
+    if len(kinds) != 1 or len(formats) > 1 or any(group.get("input_activations") for group in groups):
+        raise ValueError(
+            f"quantization_config.config_groups: format={PACKED} is supported for one kind of weights, with inputs "
+            "that are not quantised; use the folder in bfloat16"
+        )
+    bits, kind, size = kinds.pop()
+    if (bits, kind) != (4, "int"):
+        raise ValueError(
+            f"quantization_config.config_groups: num_bits={bits}, type={kind} are not supported with format={PACKED}, "
+            "only 4 and int; use the folder in bfloat16"
+        )
+    return Scheme(None, "unchanged", Packing(PACKED, size))
 
 
 def _group_scheme(group: Mapping[str, Any]) -> Scheme:
@@ -112,6 +174,8 @@ class DequantizedFiles:
         self._scheme = scheme or Scheme(None, None)
         self._latest: tuple[str, np.ndarray] | None = None
         forms = self._files.forms
+        packing = self._scheme.packing
+        self._packed = packed_matrices(self._files, packing) if packing else {}
         if scheme is None and (found := [name for name, form in forms.items() if form.dtype in NAMES]):
             raise ValueError(f"{folder}: {found[0]} is {forms[found[0]].dtype}, but config.json has no "
                              "quantization_config")  # fmt: skip
@@ -123,11 +187,16 @@ class DequantizedFiles:
         if pages:
             logger.warning("%s: scales of keys and values are not used; see page_dtype", folder)
         bfloat16 = np.dtype(ml_dtypes.bfloat16)
+        hidden = scales.union(pages, *(matrix.tensors for matrix in self._packed.values()))
         self.forms = {
             name: TensorForm(form.shape, bfloat16) if name in self._scales else form
             for name, form in forms.items()
-            if name not in scales and name not in pages
+            if name not in hidden
         }
+        self.forms |= {name: TensorForm(matrix.shape, bfloat16) for name, matrix in self._packed.items()}
+        if words := [name for name, form in self.forms.items() if form.dtype.kind == "i"]:
+            raise ValueError(f"{folder}: {words[0]} is {forms[words[0]].dtype}, which only matrices in 4 bits have, as "
+                             "quantization_config describes them; use the folder in bfloat16")  # fmt: skip
 
     def _scale_of(self, folder: Path, name: str) -> str:
         forms = self._files.forms
@@ -156,16 +225,25 @@ class DequantizedFiles:
 
     @property
     def num_quantized(self) -> int:
-        return len(self._scales)
+        return len(self._scales) + len(self._packed)
 
-    @property
+    @functools.cached_property
     def format(self) -> WeightFormat | None:
         """What the engine can compute with as it is; None: it has other scales or inputs."""
+        if self._packed:
+            return self._packed_format()
         dtypes = {NAMES[self._files.forms[name].dtype] for name in self._scales}
         inputs = self._scheme.inputs
         if len(dtypes) != 1 or inputs is None or self._scheme.block is not None:
             return None
         return WeightFormat(dtypes.pop(), inputs)
+
+    def _packed_format(self) -> WeightFormat | None:
+        unordered = [name for name, matrix in self._packed.items() if not matrix.is_in_order]
+        if unordered:
+            logger.warning("the inputs of a group do not follow one another (desc_act, actorder) in %d matrices, such "
+                           "as %s: all matrices are dequantised", len(unordered), unordered[0])  # fmt: skip
+        return None if unordered else WeightFormat("int4", "unchanged")
 
     @property
     def largest_dim(self) -> int:
@@ -174,7 +252,7 @@ class DequantizedFiles:
 
     def __getitem__(self, name: str) -> np.ndarray:
         """A view of the mapped file; of a quantised matrix float32 in memory, until the next one is read."""
-        if name not in self._scales:
+        if name not in self._scales and name not in self._packed:
             return self._files[name]
         latest = self._latest  # several threads may read
         if latest is None or latest[0] != name:
@@ -184,6 +262,8 @@ class DequantizedFiles:
         return latest[1]
 
     def _dequantized(self, name: str) -> np.ndarray:
+        if name in self._packed:
+            return self._packed[name].dequantized()
         levels = self._files[name]
         scale = np.asarray(self._files[self._scales[name]], np.float32)
         outputs, inputs = self._shared_by(levels.shape, scale.shape) or (1, 1)
@@ -196,10 +276,11 @@ class DequantizedFiles:
                 out[piece] = levels[piece].astype(np.float32) * scale[piece[:-2]][..., rows, :][..., columns]
         return out
 
-    def levels(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None] | None:
-        """Of a matrix [out, in] in `format`: (levels, float32 scale [out], float32 input scale or None); None: this
-        one is not quantised."""
-        if name not in self._scales:
+    def weight(self, name: str) -> QuantizedWeight | None:
+        """A matrix [out, in] in `format`, with arrays of NumPy; None: this one is not quantised."""
+        if name in self._packed:
+            return self._packed[name].weight()
+        if name not in self._scales or self._scheme.inputs is None:
             return None
         levels = self._files[name]
         scale = np.asarray(self._files[self._scales[name]], np.float32)
@@ -212,7 +293,8 @@ class DequantizedFiles:
             if found is None:
                 raise ValueError(f"{name} has static inputs and no {owner}input_scale")
             input_scale = np.asarray(self._files[found], np.float32).reshape(())
-        return levels, np.broadcast_to(scale.reshape(-1), levels.shape[:1]), input_scale
+        scale = np.broadcast_to(scale.reshape(1, -1), (1, len(levels)))
+        return QuantizedWeight(levels, scale, input_scale, self._scheme.inputs)
 
 
 # ----------------------------------------------------------------------------- writing

@@ -23,7 +23,7 @@ ALIGNMENT = 64
 DTYPES = {
     "F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
-    "I8": np.dtype(np.int8),
+    "I8": np.dtype(np.int8), "I32": np.dtype(np.int32), "I64": np.dtype(np.int64),
 }  # fmt: skip
 # Arrays that older versions saved, and that follow from config.json.
 BUFFERS = (

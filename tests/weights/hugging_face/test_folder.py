@@ -260,7 +260,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_written(llama_folder, tmp_pat
             tensors=tensors | {"model.layers.1.self_attn.q_norm.weight": np.ones(8, np.float32)})  # fmt: skip
     refused("lm_head.weight differs from the embedding", options=dict(tie_word_embeddings=True))
     refused("config.json: rope_type=mrope", options=dict(rope_scaling=dict(rope_type="mrope")))
-    refused(f"{up} is I32, supported are", tensors=tensors | {up: tensors[up].astype(np.int32)})
+    refused(f"{up} is int32, which only", tensors=tensors | {up: tensors[up].astype(np.int32)})
 
     folder = changed(llama_folder, tmp_path)
     file = folder / "model.safetensors"

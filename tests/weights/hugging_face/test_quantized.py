@@ -176,9 +176,9 @@ def test_what_is_not_supported_is_refused_by_name(llama_folder, tmp_path):
     def problem(tensors=None, **config):
         return refused(tmp_path / "folder", llama_folder, tensors or {}, **config)
 
-    assert "quant_method=gptq is not supported" in problem(quant_method="gptq")
+    assert "quant_method=hqq is not supported" in problem(quant_method="hqq")
     config = CONFIGS["int8 dynamic"]
-    assert "format=pack-quantized is not supported" in problem(**config | dict(format="pack-quantized"))
+    assert "format=marlin-24 is not supported" in problem(**config | dict(format="marlin-24"))
     assert "transform_config is not supported" in problem(**config | dict(transform_config={"R1": 1}))
     asymmetric = compressed("int", dict(strategy="channel") | dict(symmetric=False), None)
     assert "zero point (symmetric=false)" in problem(**asymmetric)
@@ -188,6 +188,7 @@ def test_what_is_not_supported_is_refused_by_name(llama_folder, tmp_path):
     wrong = {name: levels, f"{name}_scale": np.ones((7, 1), np.float32)}
     assert f"{name}_scale is [7, 1] and {name} [48, 32], which is no scale" in problem(wrong, **config)
     assert f"{name} is int8, but config.json has no quantization_config" in problem({name: levels})
+    assert f"{name} is int32, which only matrices in 4 bits have" in problem({name: levels.astype(np.int32)})
 
 
 # ----------------------------------------------------------------------------- writing
@@ -282,7 +283,7 @@ def test_factors_change_what_is_written(llama_folder, tmp_path):
         parameter = f"layers.dense.mlp.{name}"
         original = before.reader.read(parameter, np.array([1]), (slice(None),) * 3, np.float32)[0]
         scale = np.abs(factor * original).max(0) / np.float32(127)
-        np.testing.assert_array_equal(after.levels(parameter, 1).scale, scale)
+        np.testing.assert_array_equal(after.levels(parameter, 1).scale[0], scale)
 
 
 def test_the_command_quantises_or_says_why_not(write_drawn, llama_folder, tmp_path, capsys):

@@ -1,0 +1,171 @@
+"""Matrices in 4 bits, as AWQ, GPTQ and compressed-tensors write them: weight = (level - zero) * scale.
+
+Levels and zeros are 0 to 15, eight in an int32, the first one in its lowest bits. G groups of the K inputs share a zero
+and a scale for each of the N outputs. In words, what is packed is the last dim of a transposed tensor:
+
+    layout          levels                   zeros                        scales                of a word
+    awq             qweight [K, N / 8]       qzeros [G, N / 8]            scales [G, N]         outputs 0 2 4 6 1 3 5 7
+    gptq_v2         qweight [K / 8, N]       qzeros [G, N / 8]            scales [G, N]         in order
+    gptq            the same                 with 0x11111111 subtracted   the same              in order
+    pack-quantized  weight_packed [N, K / 8] weight_zero_point [N / 8, G] weight_scale [N, G]   in order
+
+Without zeros they are 8. Inputs are in groups one after the other, or as g_idx [K] numbers them (act-order).
+
+Sources: the tensors of AutoAWQ and of GPTQModel (https://github.com/ModelCloud/GPTQModel), and compressed-tensors
+(https://github.com/vllm-project/compressed-tensors).
+"""
+
+from typing import Literal, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from megajax.checkpoint.piecewise import pieces
+from megajax.quantization.weights import QuantizedWeight
+from megajax.weights.hugging_face.tensor_files import TensorFiles
+from megajax.weights.parameter_reader import check_finite
+
+Layout = Literal["awq", "gptq", "gptq_v2", "pack-quantized"]
+
+PER_WORD = 8
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word, of its outputs in order
+SYMMETRIC_ZERO = 8
+
+
+class Packing(NamedTuple):
+    layout: Layout
+    group: int | None
+    """Inputs that share a scale; None: all of an output."""
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Ends of the names of tensors."""
+        if self.layout == "pack-quantized":
+            kinds = dict(levels="packed", zero="zero_point", scale="scale", order="g_idx", shape="shape")
+            return {ours: f"weight_{theirs}" for ours, theirs in kinds.items()}
+        return dict(levels="qweight", zero="qzeros", scale="scales", order="g_idx")
+
+
+def packed_matrices(files: TensorFiles, packing: Packing) -> "dict[str, PackedMatrix]":
+    """By the names that they have where they are not quantised. Raises ValueError, naming a tensor that does not
+    fit."""
+    end = packing.names["levels"]
+    owners = [name.removesuffix(end) for name in files.forms if name.endswith(f".{end}")]
+    return {f"{owner}weight": PackedMatrix(files, owner, packing) for owner in owners}
+
+
+class PackedMatrix:
+    def __init__(self, files: TensorFiles, owner: str, packing: Packing):
+        self._files = files
+        self._layout = packing.layout
+        self._names = {kind: owner + end for kind, end in packing.names.items() if owner + end in files.forms}
+        words = self._shape("levels")
+        if self._layout == "awq":
+            num_inputs, num_outputs = words[0], words[1] * PER_WORD
+        elif self._layout == "pack-quantized":
+            num_inputs, num_outputs = words[1] * PER_WORD, words[0]
+        else:
+            num_inputs, num_outputs = words[0] * PER_WORD, words[1]
+        self.shape = num_outputs, num_inputs
+        """[out, in]."""
+        group = packing.group or num_inputs
+        self._num_groups = num_inputs // group
+        if num_inputs % group:
+            raise ValueError(
+                f"{self._names['levels']} has {num_inputs} inputs, which are no whole groups of {group}; use the "
+                "folder in bfloat16"
+            )
+        self._check("scale", (self._num_groups, num_outputs))
+        if "zero" in self._names:
+            self._check("zero", (self._num_groups, -(-num_outputs // PER_WORD)))
+        if "order" in self._names and self._shape("order") != (num_inputs,):
+            raise ValueError(f"{self._names['order']} is {list(self._shape('order'))}, and must be [{num_inputs}]")
+
+    @property
+    def tensors(self) -> list[str]:
+        """Names of those that it consists of."""
+        return list(self._names.values())
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the inputs of a group follow one another."""
+        return bool((self._groups() == self._groups_in_order()).all())
+
+    def weight(self) -> QuantizedWeight:
+        """[out, in], with arrays of NumPy; of a matrix that is in order."""
+        scale = np.ascontiguousarray(self._scale())
+        check_finite(self._names["scale"], scale)
+        levels = (self._levels().view(np.int8) - SYMMETRIC_ZERO).astype(ml_dtypes.int4)
+        zero = (self._zero().view(np.int8) - SYMMETRIC_ZERO) if "zero" in self._names else None
+        return QuantizedWeight(levels, scale, None, "unchanged", zero)
+
+    def dequantized(self) -> np.ndarray:
+        """float32 [out, in]."""
+        groups = self._groups()
+        levels = self._levels()
+        zero = self._zero().astype(np.float32)
+        scale = self._scale().astype(np.float32)
+        out = np.empty(self.shape, np.float32)
+        for outputs, inputs in pieces(out.shape, out.dtype):
+            place = groups[inputs][None], np.arange(len(out))[outputs][:, None]
+            with np.errstate(all="ignore"):  # who reads this refuses what is not finite, by name
+                out[outputs, inputs] = (levels[outputs, inputs] - zero[place]) * scale[place]
+        return out
+
+    def _levels(self) -> np.ndarray:
+        """uint8 [out, in]."""
+        words = self._files[self._names["levels"]]
+        if self._layout == "awq":
+            return np.ascontiguousarray(_nibbles(words, AWQ_PLACES).T)
+        return _nibbles(words if self._layout == "pack-quantized" else words.T)
+
+    def _zero(self) -> np.ndarray:
+        """uint8 [G, out]."""
+        if "zero" not in self._names:
+            return np.full((self._num_groups, self.shape[0]), SYMMETRIC_ZERO, np.uint8)
+        words = self._files[self._names["zero"]]
+        if self._layout == "awq":
+            return _nibbles(words, AWQ_PLACES)
+        if self._layout == "pack-quantized":
+            return _nibbles(words.T)[:, : self.shape[0]]
+        # Of whole words, as GPTQModel subtracts it: where a zero was 0 it has borrowed from the next one.
+        return _nibbles(words.view(np.uint32) + np.uint32(0x11111111 if self._layout == "gptq" else 0))
+
+    def _scale(self) -> np.ndarray:
+        """[G, out], in the dtype of the folder."""
+        scale = self._files[self._names["scale"]]
+        return scale.T if self._layout == "pack-quantized" else scale
+
+    def _groups(self) -> np.ndarray:
+        """int [in]: of which group each input is."""
+        if "order" not in self._names:
+            return self._groups_in_order()
+        groups = np.asarray(self._files[self._names["order"]])
+        if groups.min() < 0 or groups.max() >= self._num_groups:
+            raise ValueError(f"{self._names['order']} numbers groups that {self._names['scale']} does not have")
+        return groups
+
+    def _groups_in_order(self) -> np.ndarray:
+        return np.arange(self.shape[1]) // (self.shape[1] // self._num_groups)
+
+    def _shape(self, kind: str) -> tuple[int, ...]:
+        return self._files.forms[self._names[kind]].shape
+
+    def _check(self, kind: str, wanted: tuple[int, int]) -> None:
+        """wanted: [groups, outputs or words of them]."""
+        wanted = wanted[::-1] if self._layout == "pack-quantized" else wanted
+        levels = f"{self._names['levels']} {list(self._shape('levels'))}"
+        if kind not in self._names:
+            raise ValueError(f"there is no {kind} for {levels}; copy the folder again")
+        if self._shape(kind) != wanted:
+            raise ValueError(
+                f"{self._names[kind]} is {list(self._shape(kind))} and {levels}, which needs {list(wanted)} with 4 "
+                f"bits and {self._num_groups} groups; use the folder in bfloat16"
+            )
+
+
+def _nibbles(words: np.ndarray, places: tuple[int, ...] = ()) -> np.ndarray:
+    """int32 [..., W] -> uint8 [..., 8 W]: levels in the order of the bits, or of these places in each word."""
+    octets = np.ascontiguousarray(words).astype("<u4", copy=False).view(np.uint8)
+    found = np.stack([octets & 15, octets >> 4], -1).reshape(*words.shape, PER_WORD)
+    return (found[..., list(places)] if places else found).reshape(*words.shape[:-1], -1)
