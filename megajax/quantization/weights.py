@@ -46,7 +46,8 @@ class QuantizedWeight:
     """
 
     values: jax.Array | np.ndarray
-    """int8, float8_e4m3fn or int4 [*N, *K]: the inputs are last, as the FP8 products of GPUs read them."""
+    """int8 or float8_e4m3fn [*N, *K]: the inputs are last, as the FP8 products of GPUs read them. In 4 bits uint8, with
+    two inputs in each number, the first in its lower bits, as int4 -8 to 7: the last dim has half its size."""
     scale: jax.Array | np.ndarray
     """float32 [1, *N]; of groups in the dtype of their folder, [G, *N]."""
     input_scale: jax.Array | np.ndarray | None
@@ -73,6 +74,15 @@ class QuantizedWeight:
     def num_outputs(self) -> int:
         """How many dims N are."""
         return self.scale.ndim - 1
+
+    @property
+    def is_in_4_bits(self) -> bool:
+        return self.values.dtype == jnp.uint8
+
+    @property
+    def size(self) -> int:
+        """Weights of the matrix."""
+        return self.values.size * (2 if self.is_in_4_bits else 1)
 
     def reshape(self, shape: Sequence[int]) -> "QuantizedWeight":
         """As of the matrix; its only dim of inputs stays."""
@@ -104,11 +114,23 @@ class QuantizedWeight:
 
     def _dequantized(self, dtype: jnp.dtype) -> jax.Array:
         """[*N, *K]; computed in float32."""
-        levels = jnp.asarray(self.values, jnp.float32).reshape(*self.scale.shape[1:], self.scale.shape[0], -1)
-        if self.zero is not None:
-            levels -= jnp.moveaxis(self.zero, 0, -1)[..., None]
-        scaled = levels * jnp.moveaxis(self.scale, 0, -1)[..., None]
-        return scaled.astype(dtype).reshape(self.values.shape)
+        levels = self._levels()
+        of_groups = levels.astype(jnp.float32).reshape(*self.scale.shape[1:], self.scale.shape[0], -1)
+        zero, scale = jax.tree.map(_beside_inputs, (self.zero, self.scale))
+        of_groups = of_groups if zero is None else of_groups - zero
+        return (of_groups * scale).astype(dtype).reshape(levels.shape)
+
+    def _levels(self) -> jax.Array:
+        """int8, float8_e4m3fn or int4 [*N, *K].
+
+        Arrays of int4 do not leave a program: as arguments of one that was compiled before they had another layout
+        than it expects (jax 0.10.2, CPU). The barrier is for XLA, which ends the process when it joins this conversion
+        with a product (jaxlib 0.10.2).
+        """
+        if not self.is_in_4_bits:
+            return jnp.asarray(self.values)
+        pairs = jax.lax.bitcast_convert_type(jnp.asarray(self.values), jnp.int4)
+        return jax.lax.optimization_barrier(pairs.reshape(*self.values.shape[:-1], -1))
 
     def multiply(self, x: jax.Array, num_inputs: int = 1) -> jax.Array:
         """x [..., *K] -> [..., *N] in x's dtype.
@@ -123,17 +145,17 @@ class QuantizedWeight:
         """
         assert num_inputs == self.values.ndim - self.num_outputs, (num_inputs, self.values.shape, self.scale.shape)
         contracted = tuple(range(x.ndim - num_inputs, x.ndim))
-        assert x.shape[contracted[0] :] == self.values.shape[self.num_outputs :], (x.shape, self.values.shape)
+        inputs = x.shape[contracted[0] :]
+        assert math.prod((*inputs, *self.scale.shape[1:])) == self.size, (x.shape, self.values.shape)
         dims = (contracted, tuple(range(self.num_outputs, self.values.ndim))), ((), ())
         if self.inputs == "unchanged":
-            is_grouped = self.values.dtype == jnp.int4
-            if is_grouped and math.prod(x.shape[: contracted[0]]) <= MAX_ROWS_BY_GROUP:
+            if self.is_in_4_bits and math.prod(x.shape[: contracted[0]]) <= MAX_ROWS_BY_GROUP:
                 return self._by_group(x.reshape(*x.shape[: contracted[0]], self.scale.shape[0], -1))
-            factor = self._dequantized(x.dtype) if is_grouped else self.values.astype(x.dtype)
+            factor = self._dequantized(x.dtype) if self.is_in_4_bits else self.values.astype(x.dtype)
             product = jax.lax.dot_general(
                 x, factor, dims, precision=_precision(x.dtype), preferred_element_type=jnp.float32
             )
-            return (product if is_grouped else product * self.scale[0]).astype(x.dtype)
+            return (product if self.is_in_4_bits else product * self.scale[0]).astype(x.dtype)
         scale = scale_of(x, self.values.dtype, contracted) if self.input_scale is None else self.input_scale
         levels = to_levels(x.astype(jnp.float32) / scale, self.values.dtype)
         accumulated = jnp.int32 if levels.dtype == jnp.int8 else jnp.float32
@@ -145,7 +167,7 @@ class QuantizedWeight:
     def _by_group(self, x: jax.Array) -> jax.Array:
         """x [..., G, K / G] -> [..., *N]."""
         num_groups, *outputs = self.scale.shape
-        levels = self.values.reshape(*outputs, num_groups, -1).astype(x.dtype)
+        levels = self._levels().reshape(*outputs, num_groups, -1).astype(x.dtype)
         dims = ((x.ndim - 1,), (levels.ndim - 1,)), ((x.ndim - 2,), (levels.ndim - 2,))
         product = jax.lax.dot_general(  # [G, ..., *N]
             x, levels, dims, precision=_precision(x.dtype), preferred_element_type=jnp.float32
@@ -157,6 +179,11 @@ class QuantizedWeight:
             product -= jnp.expand_dims(self.zero.astype(jnp.float32), beside_rows) * sums
         scale = jnp.expand_dims(self.scale.astype(jnp.float32), beside_rows)
         return jnp.sum(product * scale, 0).astype(x.dtype)
+
+
+def _beside_inputs(of_groups: jax.Array | np.ndarray) -> jax.Array:
+    """[G, *N] -> float32 [*N, G, 1]."""
+    return jnp.moveaxis(of_groups.astype(jnp.float32), 0, -1)[..., None]
 
 
 def _precision(dtype: jnp.dtype) -> jax.lax.Precision | None:

@@ -263,8 +263,8 @@ class Loader:
             return
         leaves = jax.tree.leaves(params, is_leaf=is_quantized)
         dtype = format.dtype
-        rounded = sum(leaf.values.size for leaf in leaves if is_quantized(leaf))
-        whole = sum(leaf.values.size if is_quantized(leaf) else leaf.size for leaf in leaves)
+        rounded = sum(leaf.size for leaf in leaves if is_quantized(leaf))
+        whole = sum(leaf.size for leaf in leaves)
         logger.info("%s of %s parameters are in %s", format_count(rounded), format_count(whole), dtype)
         if self._format is None and format.inputs != "unchanged":
             logger.info(
@@ -337,7 +337,8 @@ def _put_levels(levels: QuantizedWeight, record: Parameter, mesh: Mesh) -> Quant
     shardings = _shardings(record, levels.inputs, mesh, has_zero=levels.zero is not None)
     in_order = NamedSharding(mesh, weight_spec(record.axes))
     shape = (*levels.values.shape[levels.num_outputs :], *levels.scale.shape[1:])
-    num_inputs, whole = (math.prod(of[: record.num_inputs]) for of in (in_order.shard_shape(shape), shape))
+    each = levels.size // levels.values.size
+    num_inputs, whole = (each * math.prod(of[: record.num_inputs]) for of in (in_order.shard_shape(shape), shape))
     group = whole // len(levels.scale)
     if len(levels.scale) > 1 and num_inputs % group:
         raise ValueError(

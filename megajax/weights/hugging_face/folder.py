@@ -137,13 +137,15 @@ class Folder:
         if found is None or self.weight_format is None:
             return None
         part = tensor.parts[number]
-        outputs_first = (*range(part.num_inputs, len(part.shape)), *range(part.num_inputs))
-        values = tensor.split(np.asarray(found.values))[number].transpose(outputs_first)
 
-        def of_part(of_groups: np.ndarray) -> np.ndarray:
-            return tensor.with_inputs(len(of_groups)).split(of_groups.T)[number]
+        def of_part(array: np.ndarray) -> np.ndarray:
+            """[out, inputs or groups] -> [inputs or groups, *N]."""
+            return tensor.with_inputs(array.shape[-1]).split(array)[number]
 
-        scale, zero = jax.tree.map(of_part, (found.scale, found.zero))
+        values = np.moveaxis(of_part(np.asarray(found.values)), 0, -1)
+        inputs = part.shape[part.num_stacked :][: part.num_inputs]
+        values = values.reshape(*values.shape[:-1], *inputs[:-1], -1)  # where two levels are a number, the last is half
+        scale, zero = jax.tree.map(lambda array: of_part(array.T), (found.scale, found.zero))
         return dataclasses.replace(found, values=values, scale=scale, zero=zero)
 
     def piecewise(self, model: Model) -> dict:

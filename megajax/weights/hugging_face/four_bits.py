@@ -17,7 +17,6 @@ Sources: the tensors of AutoAWQ and of GPTQModel (https://github.com/ModelCloud/
 
 from typing import Literal, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from megajax.checkpoint.piecewise import pieces
@@ -29,7 +28,7 @@ Layout = Literal["awq", "gptq", "gptq_v2", "pack-quantized"]
 
 PER_WORD = 8
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word, of its outputs in order
-SYMMETRIC_ZERO = 8
+SYMMETRIC_ZERO = np.uint8(8)
 
 
 class Packing(NamedTuple):
@@ -95,9 +94,10 @@ class PackedMatrix:
         """[out, in], with arrays of NumPy; of a matrix that is in order."""
         scale = np.ascontiguousarray(self._scale())
         check_finite(self._names["scale"], scale)
-        levels = (self._levels().view(np.int8) - SYMMETRIC_ZERO).astype(ml_dtypes.int4)
-        zero = (self._zero().view(np.int8) - SYMMETRIC_ZERO) if "zero" in self._names else None
-        return QuantizedWeight(levels, scale, None, "unchanged", zero)
+        levels = self._levels() ^ SYMMETRIC_ZERO  # as int4, minus 8
+        values = levels[:, ::2] | levels[:, 1::2] << 4
+        zero = (self._zero() - SYMMETRIC_ZERO).view(np.int8) if "zero" in self._names else None
+        return QuantizedWeight(values, scale, None, "unchanged", zero)
 
     def dequantized(self) -> np.ndarray:
         """float32 [out, in]."""
