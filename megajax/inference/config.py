@@ -43,7 +43,7 @@ class ServingConfig:
     """How keys and values are stored: in the compute dtype, or in 8 bits."""
     weight_dtype: WeightDtype = "auto"
     """How matrices of layers are stored: in the compute dtype, or in 8 bits; auto: as a quantised Hugging Face folder
-    has them, else in the compute dtype."""
+    has them, in 8 or 4 bits, else in the compute dtype."""
     prefix_cache: bool = True
     """Keep pages of finished requests, and states of layers that have one, for prompts that begin the same way."""
     decode_steps: Annotated[int, Range(at_least=1, at_most=4096)] = 4

@@ -4,7 +4,7 @@ pages, convert no quantised weights in memory, and decode in one CUDA graph."""
 import pytest
 
 PROGRAM = """
-import functools, tempfile
+import functools, math, tempfile
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -41,6 +41,17 @@ def quantized(model, params, format):
         return PerLayer(tuple(abstract(jax.eval_shape(of, b)) for b in a.arrays)) if record.is_quantizable else a
     return jax.tree.map(one, params, model.records, is_leaf=is_per_layer)
 
+def in_groups(model, params):  # of 128 inputs, as folders have them
+    def one(a, record):
+        def of(matrix):
+            inputs, outputs = matrix.shape[: record.num_inputs], matrix.shape[record.num_inputs :]
+            of_groups = (math.prod(inputs) // 128, *outputs)
+            levels = jnp.zeros((*outputs, *inputs[:-1], inputs[-1] // 2), jnp.uint8)
+            scale, zero = jnp.zeros(of_groups, jnp.float16), jnp.zeros(of_groups, jnp.int8)
+            return QuantizedWeight(levels, scale, None, "unchanged", zero)
+        return PerLayer(tuple(abstract(jax.eval_shape(of, b)) for b in a.arrays)) if record.is_quantizable else a
+    return jax.tree.map(one, params, model.records, is_leaf=is_per_layer)
+
 def joined(model, params):
     return abstract(jax.eval_shape(functools.partial(joined_layers, model), params))
 
@@ -65,8 +76,8 @@ def check(mlp_dim, *names, transforms=()):
     pool_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(caches))
     decode = functools.partial(programs.decode, model, vocab_size, sizes, 4)
     prefill = functools.partial(programs.prefill, model, vocab_size, sizes)
-    one_row, many_rows = (
-        (*batches.empty_decode(*shapes.fitting_decode(number, 1)), np.int32(1)) for number in (1, 32)
+    one_row, some_rows, many_rows = (
+        (*batches.empty_decode(*shapes.fitting_decode(number, 1)), np.int32(1)) for number in (1, 8, 32)
     )
     prompt, mixed = (
         (*batches.empty_prefill(*shapes.fitting_prefill(shapes.chunks[-1], 32, number)), np.bool_(False), None)
@@ -77,6 +88,9 @@ def check(mlp_dim, *names, transforms=()):
              "mixed": (matrices, prefill, mixed, 64 * MiB), "32 rows": (matrices, decode, many_rows, 8 * MiB)}
     for name, format in FORMATS.items():
         calls[name] = (joined(model, quantized(model, params, format)), decode, one_row, 2 * MiB)
+    # Each row has products for each group, of 1.75 MiB; the smallest copy of a matrix would have 32.
+    for name, given, large in (("int4", one_row, 4 * MiB), ("int4, 8 rows", some_rows, 16 * MiB)):
+        calls[name] = (joined(model, in_groups(model, params)), decode, given, large)
     for name in names or calls:
         weights, function, given, large = calls[name]
         if function is decode:
@@ -116,6 +130,8 @@ def test_a_call_copies_no_weight_and_no_page(compile_for_hopper):
         "32 rows: 1000 True True []",
         "int8: 1000 True True []",
         "float8: 1000 True True []",
+        "int4: 0 True True []",
+        "int4, 8 rows: 0 True True []",
         "32 rows: 0 True True []",
         "one row: 1000 True True []",
         "32 rows: 1000 True True []",

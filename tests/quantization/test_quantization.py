@@ -180,7 +180,7 @@ def test_the_command_writes_a_calibrated_folder(run_dir, text, parts, tmp_path, 
     for name in (QUERY, UP):
         np.testing.assert_allclose(folder.levels(name, 1).input_scale, ranges[name][1] / 448, rtol=1e-5)
     up = np.asarray(new["layers"]["dense"]["mlp"]["up"])[1]
-    np.testing.assert_allclose(folder.levels(UP, 1).scale, np.abs(up).max(0) / 448, rtol=1e-5)
+    np.testing.assert_allclose(folder.levels(UP, 1).scale[0], np.abs(up).max(0) / 448, rtol=1e-5)
 
 
 def test_bad_options_are_refused_before_anything_is_loaded(run_dir, text, tmp_path, capsys):

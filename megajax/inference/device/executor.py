@@ -32,7 +32,7 @@ from megajax.inference.device.warm_up import Compilation
 from megajax.inference.tokens.sampling import Logprobs
 from megajax.layers.attention.kv_cache import PoolSizes
 from megajax.models.model import Model
-from megajax.quantization.weights import is_quantized
+from megajax.quantization.weights import QuantizedWeight, is_quantized
 from megajax.training.compiler_options import accepted
 
 LOWERING = threading.Lock()  # two threads must not lower Pallas kernels at the same time (pallas_kernels/README.md)
@@ -40,7 +40,7 @@ LOWERING = threading.Lock()  # two threads must not lower Pallas kernels at the 
 NVIDIA = "NVIDIA"  # in the names of its GPUs
 # XLA makes one product of those with the same input if their matrices together are smaller than this. Triton reads the
 # matrices where they are if each has a multiple of 64 columns; others, and all for cuBLAS, are copied into one in every
-# call (jaxlib 0.11.2).
+# call (jaxlib 0.11.2). Those in 4 bits would be copied in the compute dtype.
 LARGEST_JOINED = "xla_gpu_dot_merger_threshold_mb"
 MULTIPLE = 64
 # What a CUDA graph may hold: with WHILE and CONDITIONAL, all of a call. Without a graph the host waits for the device
@@ -57,13 +57,15 @@ MANY_TOKENS = 1024
 
 def decode_options(model: Model, params: dict, mesh: Mesh, num_rows: int) -> dict[str, str]:
     """The compiler options of a decoding program, for NVIDIA GPUs."""
-    joins = num_rows <= FEW_ROWS and not any(columns % MULTIPLE for columns in _columns(model, mesh))
-    return _options(mesh, joins=joins, tunes=num_rows <= FEW_ROWS or _reads_8_bits(params))
+    quantized = _quantized(params)
+    is_even = not any(columns % MULTIPLE for columns in _columns(model, mesh))
+    joins = num_rows <= FEW_ROWS and is_even and not any(weight.is_in_4_bits for weight in quantized)
+    return _options(mesh, joins=joins, tunes=num_rows <= FEW_ROWS or _reads_levels(quantized))
 
 
 def prefill_options(params: dict, mesh: Mesh, num_tokens: int) -> dict[str, str]:
     """The compiler options of a program for prompts, for NVIDIA GPUs."""
-    return _options(mesh, joins=False, tunes=num_tokens < MANY_TOKENS and _reads_8_bits(params))
+    return _options(mesh, joins=False, tunes=num_tokens < MANY_TOKENS and _reads_levels(_quantized(params)))
 
 
 def _options(mesh: Mesh, *, joins: bool, tunes: bool) -> dict[str, str]:
@@ -77,10 +79,13 @@ def _options(mesh: Mesh, *, joins: bool, tunes: bool) -> dict[str, str]:
     return accepted(options, mesh)
 
 
-def _reads_8_bits(params: dict) -> bool:
-    """Whether products read matrices in 8 bits, and inputs in the compute dtype."""
-    leaves = jax.tree.leaves(params, is_leaf=is_quantized)
-    return any(leaf.inputs == "unchanged" for leaf in leaves if is_quantized(leaf))
+def _quantized(params: dict) -> list[QuantizedWeight]:
+    return [leaf for leaf in jax.tree.leaves(params, is_leaf=is_quantized) if is_quantized(leaf)]
+
+
+def _reads_levels(quantized: list[QuantizedWeight]) -> bool:
+    """Whether products read quantised matrices, and inputs in the compute dtype."""
+    return any(weight.inputs == "unchanged" for weight in quantized)
 
 
 def _encoded(model: Model, params: dict, patches: jax.Array, places: jax.Array, index_F: jax.Array) -> jax.Array:

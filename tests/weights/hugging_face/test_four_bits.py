@@ -260,4 +260,5 @@ def test_transformers_reads_the_same_matrices(name, llama_folder, tmp_path):
         tmp_path / "folder", dtype=torch.float32, quantization_config=config
     ).state_dict()
     for matrix, expected in meant.items():
-        np.testing.assert_allclose(theirs[matrix].float().numpy(), expected, rtol=1e-6)
+        # They are multiplied in float16, the dtype of the scales.
+        np.testing.assert_allclose(theirs[matrix].float().numpy(), expected, rtol=2**-10)
