@@ -111,7 +111,7 @@ def changed(w: Weight, change: Callable[[jax.Array], jax.Array]) -> Weight:
 @functools.cache
 def _log_whole() -> None:
     logger.warning(
-        "transforms that change a matrix in 8 bits multiply by it in float32; merge them first, with megajax.convert."
+        "transforms that change a quantised matrix multiply by it in float32; merge them first, with megajax.convert."
         "export"
     )
 

@@ -27,7 +27,8 @@ from megajax.weights.parameter_reader import check_finite
 Layout = Literal["awq", "gptq", "gptq_v2", "pack-quantized"]
 
 PER_WORD = 8
-AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word, of its outputs in order
+SHIFTS = (0, 4, 8, 12, 16, 20, 24, 28)  # where the levels of a word are, in order
+AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 SYMMETRIC_ZERO = np.uint8(8)
 
 
@@ -94,15 +95,15 @@ class PackedMatrix:
         """[out, in], with arrays of NumPy; of a matrix that is in order."""
         scale = np.ascontiguousarray(self._scale())
         check_finite(self._names["scale"], scale)
-        levels = self._levels() ^ SYMMETRIC_ZERO  # as int4, minus 8
-        values = levels[:, ::2] | levels[:, 1::2] << 4
+        values = self._pairs() ^ np.uint8(0x88)  # as int4, each level minus 8
         zero = (self._zero() - SYMMETRIC_ZERO).view(np.int8) if "zero" in self._names else None
         return QuantizedWeight(values, scale, None, "unchanged", zero)
 
     def dequantized(self) -> np.ndarray:
         """float32 [out, in]."""
         groups = self._groups()
-        levels = self._levels()
+        pairs = self._pairs()
+        levels = np.stack([pairs & 15, pairs >> 4], -1).reshape(self.shape)
         zero = self._zero().astype(np.float32)
         scale = self._scale().astype(np.float32)
         out = np.empty(self.shape, np.float32)
@@ -112,12 +113,14 @@ class PackedMatrix:
                 out[outputs, inputs] = (levels[outputs, inputs] - zero[place]) * scale[place]
         return out
 
-    def _levels(self) -> np.ndarray:
-        """uint8 [out, in]."""
+    def _pairs(self) -> np.ndarray:
+        """uint8 [out, in / 2]: the levels of two inputs, the first in the lower bits."""
         words = self._files[self._names["levels"]]
         if self._layout == "awq":
-            return np.ascontiguousarray(_nibbles(words, AWQ_PLACES).T)
-        return _nibbles(words if self._layout == "pack-quantized" else words.T)
+            levels = _levels(words, AWQ_SHIFTS)
+            return np.ascontiguousarray((levels[::2] | levels[1::2] << 4).T)
+        words = words if self._layout == "pack-quantized" else words.T
+        return np.ascontiguousarray(words, "<i4").view(np.uint8)
 
     def _zero(self) -> np.ndarray:
         """uint8 [G, out]."""
@@ -125,11 +128,11 @@ class PackedMatrix:
             return np.full((self._num_groups, self.shape[0]), SYMMETRIC_ZERO, np.uint8)
         words = self._files[self._names["zero"]]
         if self._layout == "awq":
-            return _nibbles(words, AWQ_PLACES)
+            return _levels(words, AWQ_SHIFTS)
         if self._layout == "pack-quantized":
-            return _nibbles(words.T)[:, : self.shape[0]]
+            return _levels(words.T)[:, : self.shape[0]]
         # Of whole words, as GPTQModel subtracts it: where a zero was 0 it has borrowed from the next one.
-        return _nibbles(words.view(np.uint32) + np.uint32(0x11111111 if self._layout == "gptq" else 0))
+        return _levels(words.view(np.uint32) + np.uint32(0x11111111 if self._layout == "gptq" else 0))
 
     def _scale(self) -> np.ndarray:
         """[G, out], in the dtype of the folder."""
@@ -164,8 +167,9 @@ class PackedMatrix:
             )
 
 
-def _nibbles(words: np.ndarray, places: tuple[int, ...] = ()) -> np.ndarray:
-    """int32 [..., W] -> uint8 [..., 8 W]: levels in the order of the bits, or of these places in each word."""
-    octets = np.ascontiguousarray(words).astype("<u4", copy=False).view(np.uint8)
-    found = np.stack([octets & 15, octets >> 4], -1).reshape(*words.shape, PER_WORD)
-    return (found[..., list(places)] if places else found).reshape(*words.shape[:-1], -1)
+def _levels(words: np.ndarray, shifts: tuple[int, ...] = SHIFTS) -> np.ndarray:
+    """int32 [..., W] -> uint8 [..., 8 W]."""
+    out = np.empty((*words.shape, PER_WORD), np.uint8)
+    for place, shift in enumerate(shifts):
+        out[..., place] = words >> shift & 15
+    return out.reshape(*words.shape[:-1], -1)

@@ -67,11 +67,11 @@ def read_scheme(options: Mapping[str, Any]) -> Scheme | None:
     if method == "compressed-tensors":
         return _compressed_tensors(found)
     if method == "awq":
-        _require(found, "version", str(found.get("version") or found.get("format", "gemm")).lower(), "gemm")
+        _require(found, "version", _format_of(found, "gemm"), "gemm")
         _require(found, "zero_point", found.get("zero_point", True), True)
         return _four_bits(found, "awq")
     if method == "gptq":
-        layout = _require(found, "checkpoint_format", _gptq_format(found), "gptq", "gptq_v2")
+        layout = _require(found, "checkpoint_format", _format_of(found, "gptq"), "gptq", "gptq_v2")
         return _four_bits(found, layout)
     raise ValueError(
         f"quantization_config.quant_method={method} is not supported, only awq, compressed-tensors, fp8 and gptq; use "
@@ -89,10 +89,12 @@ def _require(found: Mapping[str, Any], name: str, value: Any, *allowed: Any) -> 
     return value
 
 
-def _gptq_format(found: Mapping[str, Any]) -> str:
+def _format_of(found: Mapping[str, Any], default: str) -> str:
+    """Of AWQ and GPTQ; the programs that write them have had several names for it."""
     if found.get("is_marlin_format"):
         return "marlin"
-    return found.get("checkpoint_format") or found.get("format") or "gptq"
+    given = (found.get(name) for name in ("version", "checkpoint_format", "format"))
+    return str(next(filter(None, given), default)).lower()
 
 
 def _four_bits(found: Mapping[str, Any], layout: Layout) -> Scheme:

@@ -117,21 +117,21 @@ def folder(request, llama_folder, tmp_path_factory):
 
 def test_words_are_read_as_published(tmp_path):
     """A word of each layout with the levels, or outputs, 0 to 7."""
-    writer_of = {"awq": ("qweight", (1, 1), 0x75316420), "gptq": ("qweight", (1, 8), 0x76543210)}
+    writer_of = {"awq": ("qweight", (2, 1), 0x75316420), "gptq": ("qweight", (1, 8), 0x76543210)}
     for layout, (end, shape, word) in writer_of.items():
-        num_inputs, num_outputs = (1, 8) if layout == "awq" else (8, 8)
+        num_inputs = 2 if layout == "awq" else 8
         tensors = {
             f"x.{end}": np.full(shape, word, np.int32),
             "x.qzeros": np.full((1, 1), 0x77777777, np.int32),
-            "x.scales": np.ones((1, num_outputs), np.float16),
+            "x.scales": np.ones((1, 8), np.float16),
         }
         writer = ShardWriter(tmp_path, {name: TensorForm(a.shape, a.dtype) for name, a in tensors.items()})
         for name, array in tensors.items():
             writer[name][...] = array
         (matrix,) = packed_matrices(TensorFiles(tmp_path), Packing(layout, None)).values()
         zero = 7 if layout == "awq" else 8  # which GPTQ writes as 7
-        assert matrix.shape == (num_outputs, num_inputs)
-        expected = np.arange(8)[:, None] if layout == "awq" else np.tile(np.arange(8), (8, 1))
+        assert matrix.shape == (8, num_inputs)
+        expected = np.tile(np.arange(8)[:, None], 2) if layout == "awq" else np.tile(np.arange(8), (8, 1))
         np.testing.assert_array_equal(matrix.dequantized(), expected - zero)
 
 
