@@ -23,8 +23,6 @@ from megajax.quantization.formats import scale_of, to_levels
 Inputs = Literal["unchanged", "dynamic", "static"]
 
 DTYPES = {"int8": jnp.dtype(jnp.int8), "float8": jnp.dtype(jnp.float8_e4m3fn)}
-
-
 # Rows with a product for each group. To write and read these products takes 8 bytes per row and group of an output:
 # with 32 rows and groups of 128 half of what a bfloat16 copy of the matrix takes.
 MAX_ROWS_BY_GROUP = 32

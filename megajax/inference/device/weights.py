@@ -333,23 +333,25 @@ def _transposer(axes: tuple[int, ...], sharding: NamedSharding):
 
 
 def _put_levels(levels: QuantizedWeight, record: Parameter, mesh: Mesh) -> QuantizedWeight:
-    """levels: with arrays of NumPy. Raises ValueError if the mesh splits them within groups."""
-    shardings = _shardings(record, levels.inputs, mesh, has_zero=levels.zero is not None)
-    in_order = NamedSharding(mesh, weight_spec(record.axes))
-    shape = (*levels.values.shape[levels.num_outputs :], *levels.scale.shape[1:])
-    each = levels.size // levels.values.size
-    num_inputs, whole = (each * math.prod(of[: record.num_inputs]) for of in (in_order.shard_shape(shape), shape))
-    group = whole // len(levels.scale)
-    if len(levels.scale) > 1 and num_inputs % group:
-        raise ValueError(
-            f"the mesh splits its inputs into parts of {num_inputs}, which are no whole groups of {group}: decrease "
-            "mesh.tensor or mesh.fsdp, or set weight_dtype=compute"
-        )
+    """levels: with arrays of NumPy. Raises ValueError if the mesh splits groups of inputs."""
+    _check_groups(levels, NamedSharding(mesh, _outputs_first(record)))
 
     def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
-    return jax.tree.map(put, levels, shardings)
+    return jax.tree.map(put, levels, _shardings(record, levels.inputs, mesh, has_zero=levels.zero is not None))
+
+
+def _check_groups(levels: QuantizedWeight, sharding: NamedSharding) -> None:
+    """sharding: of the values."""
+    num_groups = len(levels.scale)
+    shape = levels.values.shape
+    of_device, whole = (math.prod(of[levels.num_outputs :]) for of in (sharding.shard_shape(shape), shape))
+    if num_groups > 1 and of_device * num_groups % whole:
+        raise ValueError(
+            f"the mesh splits groups of {levels.size // levels.scale.size} inputs: decrease mesh.tensor or mesh.fsdp, "
+            "or set weight_dtype=compute"
+        )
 
 
 def _quantized(matrix: jax.Array, record: Parameter, format: WeightFormat, mesh: Mesh) -> QuantizedWeight:
@@ -366,13 +368,17 @@ def _quantizer(record: Parameter, format: WeightFormat, mesh: Mesh):
 
 def _shardings(record: Parameter, inputs: Inputs, mesh: Mesh, *, has_zero: bool = False) -> QuantizedWeight:
     """Of the arrays of a matrix with this record."""
-    spec = tuple(weight_spec(record.axes))
-    outputs = spec[record.num_inputs :]
 
     def over(*entries) -> Any:  # a sharding in the place of its array
         return NamedSharding(mesh, P(*entries))
 
     of_input = over() if inputs == "static" else None
-    of_groups = over(None, *outputs)
+    of_groups = over(None, *weight_spec(record.axes)[record.num_inputs :])
     zero = of_groups if has_zero else None
-    return QuantizedWeight(over(*outputs, *spec[: record.num_inputs]), of_groups, of_input, inputs, zero)
+    return QuantizedWeight(over(*_outputs_first(record)), of_groups, of_input, inputs, zero)
+
+
+def _outputs_first(record: Parameter) -> P:
+    """Of the values of a QuantizedWeight."""
+    spec = tuple(weight_spec(record.axes))
+    return P(*spec[record.num_inputs :], *spec[: record.num_inputs])

@@ -134,7 +134,7 @@ class Folder:
         """A matrix of a layer as it is stored in weight_format, with arrays of NumPy; None: this one is not."""
         tensor, number = self.map.source[name, () if layer is None else (layer,)]
         found = None if tensor.layout == "conv1d" else self.files.weight(self._names[tensor.name])
-        if found is None or self.weight_format is None:
+        if found is None:
             return None
         part = tensor.parts[number]
 
@@ -201,7 +201,11 @@ class Folder:
             self._warn_of_unused(tensor, names)
         left = sorted(forms.keys() - set(names.values()))
         form = self.family.form
-        unused = [name for name in left if name.endswith(self.family.ignored) or form.is_unused(self.model, name)]
+        unused = [
+            name
+            for name in left
+            if name.endswith(self.family.ignored) or form.is_unused(self.model, name) or self.files.is_empty_bias(name)
+        ]
         if unused:
             logger.info("%s: not used by %s: %s", self.path, self.family.architecture, ", ".join(unused))
         if left := [name for name in left if name not in unused and not self._is_copy(name, names)]:

@@ -145,7 +145,10 @@ class PackedMatrix:
             return self._groups_in_order()
         groups = np.asarray(self._files[self._names["order"]])
         if groups.min() < 0 or groups.max() >= self._num_groups:
-            raise ValueError(f"{self._names['order']} numbers groups that {self._names['scale']} does not have")
+            raise ValueError(
+                f"{self._names['order']} numbers groups that {self._names['scale']} does not have; "
+                "copy the folder again"
+            )
         return groups
 
     def _groups_in_order(self) -> np.ndarray:

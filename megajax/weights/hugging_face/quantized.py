@@ -279,10 +279,12 @@ class DequantizedFiles:
         return out
 
     def weight(self, name: str) -> QuantizedWeight | None:
-        """A matrix [out, in] in `format`, with arrays of NumPy; None: this one is not quantised."""
+        """A matrix [out, in] in `format`, with arrays of NumPy; None: this one is not quantised, or none is in it."""
+        if self.format is None:
+            return None
         if name in self._packed:
             return self._packed[name].weight()
-        if name not in self._scales or self._scheme.inputs is None:
+        if name not in self._scales:
             return None
         levels = self._files[name]
         scale = np.asarray(self._files[self._scales[name]], np.float32)
@@ -296,7 +298,12 @@ class DequantizedFiles:
                 raise ValueError(f"{name} has static inputs and no {owner}input_scale")
             input_scale = np.asarray(self._files[found], np.float32).reshape(())
         scale = np.broadcast_to(scale.reshape(1, -1), (1, len(levels)))
-        return QuantizedWeight(levels, scale, input_scale, self._scheme.inputs)
+        return QuantizedWeight(levels, scale, input_scale, self.format.inputs)
+
+    def is_empty_bias(self, name: str) -> bool:
+        """Whether it is the zeros that AutoGPTQ wrote beside matrices in 4 bits of models without biases."""
+        is_beside = name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in self._packed
+        return is_beside and not np.any(self._files[name])
 
 
 # ----------------------------------------------------------------------------- writing

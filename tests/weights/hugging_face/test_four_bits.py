@@ -12,6 +12,7 @@ from megajax.inference.engine import Engine, ServingConfig
 from megajax.inference.load import open_model
 from megajax.inference.tokens.sampling import Sampling
 from megajax.mesh.config import MeshConfig
+from megajax.ops.matmul import matmul
 from megajax.quantization.weights import WeightFormat, is_quantized
 from megajax.weights.hugging_face.folder import Folder
 from megajax.weights.hugging_face.four_bits import Packing, packed_matrices
@@ -204,8 +205,27 @@ def test_any_mesh_that_splits_in_whole_groups_has_the_same_numbers(awq):
     out = params["layers"]["dense"]["attention"]["out"][0]
     assert out.values.sharding.shard_shape(out.values.shape) == (16, 2, 4)  # of 32, 4, 8 / 2
     jax.tree.map(np.testing.assert_array_equal, params, alone)
-    with pytest.raises(ValueError, match="into parts of 4, which are no whole groups of 8: decrease mesh.tensor"):
+    x = np.random.default_rng(0).standard_normal((3, 4, 8)).astype(np.float32)
+    multiply = jax.jit(matmul, static_argnums=2)
+    one = multiply(x, alone["layers"]["dense"]["attention"]["out"][0], 2)
+    np.testing.assert_allclose(multiply(x, out, 2), one, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="the mesh splits groups of 8 inputs: decrease mesh.tensor"):
         open_model(awq[0], MeshConfig(fsdp=8), compute="float32").restore()
+
+
+def test_zeros_in_place_of_biases_that_the_model_does_not_have_are_not_used(llama_folder, tmp_path):
+    """AutoGPTQ wrote them."""
+    tensors, _ = tensors_in_four_bits("gptq", llama_folder)
+    bias = np.zeros(48, np.float16)
+
+    def opened() -> Folder:
+        write(tmp_path / "folder", llama_folder, GPTQ, tensors | {"model.layers.1.mlp.up_proj.bias": bias})
+        return Folder(tmp_path / "folder")
+
+    assert opened().weight_format == WeightFormat("int4", "unchanged")
+    bias[5] = 1
+    with pytest.raises(ValueError, match=r"1 tensors are unknown in LlamaForCausalLM: .*up_proj.bias"):
+        opened()
 
 
 def test_an_imported_run_has_the_matrices_in_bfloat16(awq, tmp_path):
