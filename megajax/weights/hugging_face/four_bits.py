@@ -1,15 +1,14 @@
 """Matrices in 4 bits, as AWQ, GPTQ and compressed-tensors write them: weight = (level - zero) * scale.
 
-Levels and zeros are 0 to 15, eight in an int32, the first one in its lowest bits. G groups of the K inputs share a zero
-and a scale for each of the N outputs. In words, what is packed is the last dim of a transposed tensor:
+Levels and zeros are 0 to 15, eight in an int32, the first one in its lowest bits. The K inputs are in G groups, one
+after the other or as g_idx [K] numbers them (act-order), which share a zero and a scale for each of the N outputs.
 
-    layout          levels                   zeros                        scales                of a word
-    awq             qweight [K, N / 8]       qzeros [G, N / 8]            scales [G, N]         outputs 0 2 4 6 1 3 5 7
-    gptq_v2         qweight [K / 8, N]       qzeros [G, N / 8]            scales [G, N]         in order
-    gptq            the same                 with 0x11111111 subtracted   the same              in order
-    pack-quantized  weight_packed [N, K / 8] weight_zero_point [N / 8, G] weight_scale [N, G]   in order
-
-Without zeros they are 8. Inputs are in groups one after the other, or as g_idx [K] numbers them (act-order).
+    layout          levels                    zeros                          scales               in a word
+    awq             qweight [K, N / 8]        qzeros [G, N / 8]              scales [G, N]        0 2 4 6 1 3 5 7
+    gptq_v2         qweight [K / 8, N]        qzeros [G, N / 8]              scales [G, N]        in order
+    gptq            the same                  0x11111111 less in each word   the same             in order
+    pack-quantized  weight_packed [N, K / 8]  weight_zero_point [N / 8, G],  weight_scale [N, G]  in order
+                                              8 if there are none
 
 Sources: the tensors of AutoAWQ and of GPTQModel (https://github.com/ModelCloud/GPTQModel), and compressed-tensors
 (https://github.com/vllm-project/compressed-tensors).
@@ -36,6 +35,7 @@ class Packing(NamedTuple):
     layout: Layout
     group: int | None
     """Inputs that share a scale; None: all of an output."""
+    needs_zeros: bool
 
     @property
     def names(self) -> dict[str, str]:
@@ -59,6 +59,10 @@ class PackedMatrix:
         self._files = files
         self._layout = packing.layout
         self._names = {kind: owner + end for kind, end in packing.names.items() if owner + end in files.forms}
+        for kind in self._names.keys() & {"levels", "zero", "order"}:
+            name = self._names[kind]
+            if files.forms[name].dtype != np.int32:
+                raise ValueError(f"{name} is {files.forms[name].dtype}, and must be int32; use the folder in bfloat16")
         words = self._shape("levels")
         if self._layout == "awq":
             num_inputs, num_outputs = words[0], words[1] * PER_WORD
@@ -76,7 +80,7 @@ class PackedMatrix:
                 "folder in bfloat16"
             )
         self._check("scale", (self._num_groups, num_outputs))
-        if "zero" in self._names:
+        if packing.needs_zeros or "zero" in self._names:
             self._check("zero", (self._num_groups, -(-num_outputs // PER_WORD)))
         if "order" in self._names and self._shape("order") != (num_inputs,):
             raise ValueError(f"{self._names['order']} is {list(self._shape('order'))}, and must be [{num_inputs}]")

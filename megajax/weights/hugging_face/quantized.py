@@ -99,7 +99,7 @@ def _format_of(found: Mapping[str, Any], default: str) -> str:
 
 def _four_bits(found: Mapping[str, Any], layout: Layout) -> Scheme:
     _require(found, "bits", found.get("bits"), 4)
-    return Scheme(None, "unchanged", Packing(layout, _group_size(found)))
+    return Scheme(None, "unchanged", Packing(layout, _group_size(found), needs_zeros=True))
 
 
 def _group_size(found: Mapping[str, Any]) -> int | None:
@@ -134,19 +134,19 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Scheme:
 
 def _packed_scheme(groups: Sequence[Mapping[str, Any]], formats: set) -> Scheme:
     sections = [group.get("weights") or {} for group in groups]
-    kinds = {(w.get("num_bits"), w.get("type", "int"), _group_size(w)) for w in sections}
+    kinds = {(w.get("num_bits"), w.get("type", "int"), _group_size(w), w.get("symmetric", True)) for w in sections}
     if len(kinds) != 1 or len(formats) > 1 or any(group.get("input_activations") for group in groups):
         raise ValueError(
             f"quantization_config.config_groups: format={PACKED} is supported for one kind of weights, with inputs "
             "that are not quantised; use the folder in bfloat16"
         )
-    bits, kind, size = kinds.pop()
+    bits, kind, size, is_symmetric = kinds.pop()
     if (bits, kind) != (4, "int"):
         raise ValueError(
             f"quantization_config.config_groups: num_bits={bits}, type={kind} are not supported with format={PACKED}, "
             "only 4 and int; use the folder in bfloat16"
         )
-    return Scheme(None, "unchanged", Packing(PACKED, size))
+    return Scheme(None, "unchanged", Packing(PACKED, size, needs_zeros=not is_symmetric))
 
 
 def _group_scheme(group: Mapping[str, Any]) -> Scheme:

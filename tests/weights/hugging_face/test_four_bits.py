@@ -129,7 +129,7 @@ def test_words_are_read_as_published(tmp_path):
         writer = ShardWriter(tmp_path, {name: TensorForm(a.shape, a.dtype) for name, a in tensors.items()})
         for name, array in tensors.items():
             writer[name][...] = array
-        (matrix,) = packed_matrices(TensorFiles(tmp_path), Packing(layout, None)).values()
+        (matrix,) = packed_matrices(TensorFiles(tmp_path), Packing(layout, None, needs_zeros=True)).values()
         zero = 7 if layout == "awq" else 8  # which GPTQ writes as 7
         assert matrix.shape == (8, num_inputs)
         expected = np.tile(np.arange(8)[:, None], 2) if layout == "awq" else np.tile(np.arange(8), (8, 1))
@@ -260,6 +260,8 @@ def test_what_is_not_supported_is_refused_in_a_line_that_says_what_to_do(llama_f
     refused(r"scales is \[6, 32\] and .*qweight \[6, 32\], which needs \[3, 32\] with 4 bits and 3 groups",
             GPTQ | dict(group_size=16))  # fmt: skip
     refused(f"there is no scale for {up}.qweight", GPTQ, {f"{up}.scales": np.zeros(0)})
+    refused(f"there is no zero for {up}.qweight", GPTQ, {f"{up}.qzeros": np.zeros(0)})
+    refused(f"{up}.qweight is float32, and must be int32", GPTQ, {f"{up}.qweight": np.zeros((4, 48), np.float32)})
     refused(f"{up}.qzeros is int32, which only matrices in 4 bits have", GPTQ, {f"{up}.qweight": np.zeros(0)})
     refused(f"{up}.g_idx numbers groups that", GPTQ, {f"{up}.g_idx": np.full(32, 4, np.int32)})
     infinite = tensors[f"{up}.scales"].copy()
