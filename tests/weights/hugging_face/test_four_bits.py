@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import ml_dtypes
@@ -165,6 +166,32 @@ def test_the_engine_keeps_groups_that_are_in_order(folder, caplog):
         if is_kept:
             assert weight.is_in_4_bits and weight.scale.dtype == np.float16
             assert (weight.zero is None) == (name == "pack-quantized")
+
+
+RECORDED = np.load(Path(__file__).parents[2] / "oracles" / "hugging_face_folders.npz")
+
+
+@pytest.mark.parametrize("name", ["phi3", "falcon"])
+def test_parts_of_a_tensor_have_their_own_groups(name, write_drawn, tmp_path):
+    """Several matrices of ours in one of theirs, one after the other and by head."""
+    write_drawn(tmp_path / "drawn", json.loads(str(RECORDED["families"]))[name])
+    drawn = TensorFiles(tmp_path / "drawn")
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for tensor, form in drawn.forms.items():
+        if len(form.shape) == 2 and ".0." in tensor:
+            found, _ = quantized("gptq", form.shape, rng)
+            tensors |= {tensor.removesuffix("weight") + end: array for end, array in found.items()}
+        else:
+            tensors[tensor] = np.array(drawn[tensor])
+    write(tmp_path / "folder", tmp_path / "drawn", GPTQ, tensors)
+    opened = Folder(tmp_path / "folder")
+    names = [part.name for tensor in opened.map.tensors for part in tensor.parts if part.num_inputs and part.at == (0,)]
+    assert len(names) == (7 if name == "phi3" else 6)
+    for parameter in names:
+        dims = len(opened.map.shapes[parameter])
+        read = opened.reader.read(parameter, np.array([0]), (slice(None),) * dims, np.float32)[0]
+        np.testing.assert_array_equal(opened.levels(parameter, 0).matrix(), read)
 
 
 @pytest.fixture(scope="module")
