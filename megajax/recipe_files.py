@@ -59,11 +59,15 @@ def read(name: str, recipe: Callable[[str], Config], parents: tuple[str, ...] = 
 def _of_python(path: str, name: str) -> Config:
     """Of the function NAME of the file, which is imported by its name, so that workers can import it too."""
     folder, file = os.path.split(os.path.abspath(path))
-    if folder not in sys.path:
+    name_of_file = file.removesuffix(".py")
+    is_new = folder not in sys.path
+    if is_new:
         sys.path.insert(0, folder)
-    module = importlib.import_module(file.removesuffix(".py"))
+    module = importlib.import_module(name_of_file)
     if module.__file__ != os.path.join(folder, file):
-        raise ValueError(f"--config={path}: there is another module {module.__name__}; rename the file")
+        if is_new:  # workers would import the file in place of the other module
+            sys.path.remove(folder)
+        raise ValueError(f"--config={path}: there is another module {name_of_file}; rename the file")
     functions = inspect.getmembers(module, inspect.isfunction)
     names = [found for found, function in functions if function.__module__ == module.__name__ and found[0] != "_"]
     if name not in names:

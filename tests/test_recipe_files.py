@@ -1,6 +1,7 @@
 """Recipes in files of the user: read as the command line is, saved as they are, described for editors."""
 
 import dataclasses
+import sys
 
 import pytest
 import yaml
@@ -89,11 +90,17 @@ def test_a_recipe_in_python(tmp_path):
         (f"{path}:wid", "own_recipes_of_a_test.py:wid is unknown; did you mean wide"),
         (path, "name one of its functions, .*own_recipes_of_a_test.py:NAME: number, wide"),
         (f"{path}:number", "number returns int, not a megajax.Config"),
-        (write(tmp_path / "dataclasses.py", OWN) + ":wide", "there is another module dataclasses"),
         ("none.py:wide", "the file none.py does not exist"),
     ):
         with pytest.raises(ValueError, match=message):
             configs.recipe(name)
+
+
+def test_a_recipe_that_hides_another_module_stays_out_of_the_path(tmp_path):
+    path = list(sys.path)
+    with pytest.raises(ValueError, match="there is another module dataclasses"):
+        configs.recipe(write(tmp_path / "dataclasses.py", OWN) + ":wide")
+    assert sys.path == path
 
 
 def test_the_command_saves_what_it_would_train(tmp_path, capsys):
