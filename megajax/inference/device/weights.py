@@ -163,7 +163,7 @@ class Loader:
                 convert = functools.partial(self._converted, part)
                 found[part.name, part.layer] = convert(array) if keeps else jax.eval_shape(convert, array)
                 if part.layer is not None:
-                    found |= self._joined(part.name, part.layer, found)
+                    found |= self._completed(part.name, part.layer, found)
                 num_read += part.stored.nbytes
                 if time.perf_counter() - logged > LOG_SECONDS:
                     logged = time.perf_counter()
@@ -237,8 +237,8 @@ class Loader:
             array = _quantized(array, part.record, self._format, self._mesh)
         return array
 
-    def _joined(self, name: str, layer: int, found: dict) -> dict:
-        """The matrices that are stored together with this one, once all of them are there."""
+    def _completed(self, name: str, layer: int, found: dict) -> dict:
+        """The matrices that are stored together with this one, joined once all of them are there."""
         names, shape, axis = self._joinable.get(name, ((), (), 0))
         keys = [(name, layer) for name in names]
         if not keys or not all(key in found for key in keys):
