@@ -21,7 +21,7 @@ def test_kernel_matches_the_formula(num_tokens, D, F):
     down = jax.random.normal(keys[3], (E, F, D), jnp.bfloat16)
     weights, experts = jax.lax.top_k(jax.random.uniform(keys[4], (num_tokens, E)), K)
     is_slower = MAX_BY_CHOICE < num_tokens < E // K  # it computes them all the same
-    assert bool(problem(experts, [gate, up, down], x.dtype)) == is_slower
+    assert bool(problem(experts, [gate, up, down], x.dtype, "swiglu")) == is_slower
     found = np.asarray(
         jax.jit(few_tokens, static_argnums=5)(x, experts, weights, [gate, up], down, "swiglu"), np.float32
     )

@@ -119,7 +119,7 @@ def test_loop_in_a_graph_gives_the_tokens_that_it_gives_without(name, monkeypatc
                 found[output.request] += output.tokens
         return greedy, list(found.values())
 
-    assert executor.IN_GRAPHS in executor.decode_options(model, mesh, 8)
+    assert executor.IN_GRAPHS in executor.decode_options(model, {}, mesh, 8)
     in_graph = tokens()
     monkeypatch.setattr(executor, "decode_options", lambda *_: {})
     assert tokens() == in_graph
