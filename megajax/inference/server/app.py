@@ -103,7 +103,7 @@ class Server(Service):
 
     async def completions(self, request: Request, content: bytes) -> Response:
         body = await self._parse(protocol.CompletionRequest, content)
-        self._check_model(body.model)
+        model = self._checked_model(body.model)
         max_tokens = protocol.DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
         if max_tokens == 0 and not body.echo:
             raise Refused(400, "max_tokens=0 generates nothing; use at least 1, or echo=true", "max_tokens")
@@ -116,15 +116,15 @@ class Server(Service):
         prompts = [
             await self._encode(prompt, "prompt") if isinstance(prompt, str) else prompt for prompt in body.prompt
         ]
-        generation = await self._start(request, body.model, prompts, sampling)
+        generation = await self._start(request, model, prompts, sampling)
         echoed = [self._text(prompt) for prompt in body.prompt] if body.echo else None
         has_tokens = bool(body.return_token_ids)
-        answer = CompletionAnswer(generation, body.model or self.config.model_name, self._texts, has_tokens, echoed)
+        answer = CompletionAnswer(generation, model, self._texts, has_tokens, echoed)
         return await answered(generation, answer, body)
 
     async def chat(self, request: Request, content: bytes) -> Response:
         body = await self._parse(protocol.ChatRequest, content)
-        self._check_model(body.model)
+        model = self._checked_model(body.model)
         tools = body.offered_tools
         if tools and self.template and self._tool_format is None:
             raise Refused(
@@ -141,22 +141,20 @@ class Server(Service):
         if demanded and self._tool_format:
             grammar = self._tool_format.grammar(demanded, self.tokenizer.token_id)
             sampling = dataclasses.replace(sampling, grammar=grammar)
-        generation = await self._start(request, body.model, [prompt], sampling, [images])
+        generation = await self._start(request, model, [prompt], sampling, [images])
         marker = self._tool_format.marker if tools and self._tool_format else None
         most_calls = 1 if body.parallel_tool_calls is False else None
         has_tokens = bool(body.return_token_ids)
-        answer = ChatAnswer(
-            generation, body.model or self.config.model_name, self._texts, has_tokens, marker, most_calls
-        )
+        answer = ChatAnswer(generation, model, self._texts, has_tokens, marker, most_calls)
         return await answered(generation, answer, body)
 
     async def responses(self, request: Request, content: bytes) -> Response:
         body = await self._parse(protocol.ResponsesRequest, content)
-        self._check_model(body.model)
+        model = self._checked_model(body.model)
         prompt, images, room = await self._read_conversation(len(content), body.messages, None)
         sampling = body.sampling(self.config.sampling, body.max_output_tokens or room)
-        generation = await self._start(request, body.model, [prompt], sampling, [images])
-        return await answered(generation, ResponseAnswer(generation, body.model or self.config.model_name), body)
+        generation = await self._start(request, model, [prompt], sampling, [images])
+        return await answered(generation, ResponseAnswer(generation, model), body)
 
     async def _read_conversation(
         self, size: int, messages: list[dict], tools: list[dict] | None
@@ -185,12 +183,12 @@ class Server(Service):
     async def _start(
         self,
         request: Request,
-        model: str | None,
+        model: str,
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         images: Sequence[Sequence[PromptImage]] = (),
     ) -> Generation:
-        """model: the name in the request. images: of each prompt; none of any if empty."""
+        """model: its name. images: of each prompt; none of any if empty."""
         if model in self.engine.adapters:
             sampling = dataclasses.replace(sampling, adapter=model)
         with refusing_values():
@@ -225,7 +223,7 @@ class Server(Service):
 
     async def tokenize(self, request: Request, content: bytes) -> Response:
         body = await self._parse(protocol.TokenizeRequest, content)
-        self._check_model(body.model)
+        self._checked_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise Refused(400, "give prompt or messages", "prompt")
         if body.prompt is None:
@@ -240,7 +238,7 @@ class Server(Service):
 
     async def detokenize(self, request: Request, content: bytes) -> Response:
         body = await self._parse(protocol.DetokenizeRequest, content)
-        self._check_model(body.model)
+        self._checked_model(body.model)
         vocab_size = self.tokenizer.vocab_size
         if max(body.tokens, default=0) >= vocab_size:
             raise Refused(400, f"tokens={max(body.tokens)} must be below the vocabulary size {vocab_size}", "tokens")

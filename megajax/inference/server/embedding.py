@@ -98,7 +98,7 @@ class EmbeddingServer(Service):
 
     async def embeddings(self, request: Request, content: bytes) -> Response:
         body = await self._parse(protocol.EmbeddingRequest, content)
-        self._check_model(body.model)
+        self._checked_model(body.model)
         self._check_ready()
         with protocol.refusing_values():
             check_room(self._num_open, len(body.input), self.config.max_requests)

@@ -123,9 +123,11 @@ class Service:
                 field,
             )
 
-    def _check_model(self, name: str | None) -> None:
+    def _checked_model(self, name: str | None) -> str:
+        """The name of the model that a request names. Raises Refused for one that this server does not have."""
         if name not in (None, *self._models):
             raise Refused(404, f"the model {name} does not exist; this server has {', '.join(self._models)}", "model")
+        return name or self.config.model_name
 
     # ------------------------------------------------------------------ the model
 
@@ -133,9 +135,7 @@ class Service:
         return JSONResponse({"object": "list", "data": [self._card(name) for name in self._models]})
 
     async def model(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        self._check_model(name)
-        return JSONResponse(self._card(name))
+        return JSONResponse(self._card(self._checked_model(request.path_params["name"])))
 
     def _card(self, name: str) -> dict[str, Any]:
         return {
