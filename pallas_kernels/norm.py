@@ -14,6 +14,7 @@ registers, and the sum over blocks, [blocks, D], is left to XLA. Bytes: forward 
 Refused: D that is not a multiple of 128, above 12288, or not split into at most 32 columns per thread, see `problem`.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -108,28 +109,73 @@ def backward(
     s: the array that the forward pass normalised. centred: it was a LayerNorm, which has a bias.
     """
     rows, width = s_RD.shape
-    warpgroups = _warpgroups(width, BACKWARD)
-    lines = width // LINE // warpgroups
-    shape = (warpgroups, lines, LINE)  # of a row: TMA copies at most 256 elements along a dim
-    # As many as registers have room for, 512 threads: they hide the latency of each other's reductions.
-    blocks_of_sm = max(1, min(4 // warpgroups, 4 * BACKWARD * 128 // width))
-    blocks = min(rows, NUM_SMS * blocks_of_sm)
-    stages = min(8, SMEM_BYTES // blocks_of_sm // (3 * 2 * width))
-    pieces = [(start, min(PIECE, lines - start)) for start in range(0, lines, PIECE)]
+    kernel = _Backward(rows, width, s_RD.dtype, centred, epsilon, interpret)
+    shape = kernel.shape
+    part = jax.ShapeDtypeStruct((kernel.blocks, *shape), jnp.float32)
+    out = [jax.ShapeDtypeStruct((rows, *shape), s_RD.dtype), part] + ([part] if centred else [])
+    ready = plgpu.Barrier(num_arrivals=3, num_barriers=kernel.stages)
+    scratch = [*[plgpu.SMEM((kernel.stages, *shape), s_RD.dtype)] * 3, ready]
+    arrays = (a.reshape(rows, *shape) for a in (s_RD, d_normed_RD, d_residual_RD))
+    call = _call(kernel.body, out, scratch, 3, kernel.blocks, kernel.warpgroups, interpret)
+    d_x, d_scale, *d_bias = (a.reshape(-1, width) for a in call(*arrays, scale_D.reshape(shape)))
+    return d_x, d_scale, d_bias[0] if centred else None
 
-    def body(s_ref, d_normed_ref, d_residual_ref, scale_ref, d_s_ref, *others):
+
+@dataclasses.dataclass(frozen=True)
+class _Backward:
+    """The kernel of the backward pass for `rows` rows of `width` columns."""
+
+    rows: int
+    width: int
+    dtype: jnp.dtype
+    centred: bool
+    epsilon: float
+    interpret: Any
+
+    @property
+    def warpgroups(self) -> int:
+        return _warpgroups(self.width, BACKWARD)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of a row: TMA copies at most 256 elements along a dim."""
+        return (self.warpgroups, self.width // LINE // self.warpgroups, LINE)
+
+    @property
+    def blocks_of_sm(self) -> int:
+        """As many as registers have room for, 512 threads: they hide the latency of each other's reductions."""
+        return max(1, min(4 // self.warpgroups, 4 * BACKWARD * 128 // self.width))
+
+    @property
+    def blocks(self) -> int:
+        return min(self.rows, NUM_SMS * self.blocks_of_sm)
+
+    @property
+    def stages(self) -> int:
+        """Rows that are in shared memory at a time."""
+        return min(8, SMEM_BYTES // self.blocks_of_sm // (3 * 2 * self.width))
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """(first line, number of lines) of the pieces that a row is read in."""
+        lines = self.shape[1]
+        return [(start, min(PIECE, lines - start)) for start in range(0, lines, PIECE)]
+
+    def body(self, s_ref, d_normed_ref, d_residual_ref, scale_ref, d_s_ref, *others):
+        """Of one warpgroup of a block."""
         *sum_refs, s_smem, d_normed_smem, d_residual_smem, ready, parts = others
         block = lax.axis_index("block")
         group = lax.axis_index("warpgroup")
-        count = lax.div(rows - block + blocks - 1, blocks)  # rows block, block + blocks, ...
+        pieces = self.pieces
+        count = lax.div(self.rows - block + self.blocks - 1, self.blocks)  # rows block, block + blocks, ...
 
         def fetch(number):
             """Issued by one warpgroup for all, because each of its threads arrives at the barrier."""
 
             @pl.when(jnp.logical_and(group == 0, number < count))
             def _():
-                row = block + number * blocks
-                slot = lax.rem(number, stages)
+                row = block + number * self.blocks
+                slot = lax.rem(number, self.stages)
                 for ref, smem in ((s_ref, s_smem), (d_normed_ref, d_normed_smem), (d_residual_ref, d_residual_smem)):
                     plgpu.copy_gmem_to_smem(ref.at[row], smem.at[slot], ready.at[slot])
 
@@ -141,23 +187,23 @@ def backward(
 
         def one_row(number, sums):
             """A row stays in shared memory and is read piece by piece, as registers have no room for all of it."""
-            row = block + number * blocks
-            slot = lax.rem(number, stages)
+            row = block + number * self.blocks
+            slot = lax.rem(number, self.stages)
 
             def means(i, values):
-                return _means(map(values, pieces), width, parts, (lax.rem(number, 2), i), interpret)
+                return _means(map(values, pieces), self.width, parts, (lax.rem(number, 2), i), self.interpret)
 
             plgpu.barrier_wait(ready.at[slot])
-            mean = means(0, lambda piece: [read(s_smem, piece, slot)])[0] if centred else 0.0
+            mean = means(0, lambda piece: [read(s_smem, piece, slot)])[0] if self.centred else 0.0
 
             def moments(piece):
                 c = read(s_smem, piece, slot) - mean
                 g = read(d_normed_smem, piece, slot) * scale[piece]
-                return [c * c, c * g, g] if centred else [c * c, c * g]
+                return [c * c, c * g, g] if self.centred else [c * c, c * g]
 
             variance, product, *mean_g = means(1, moments)
-            fetch(number + stages - 1)  # into the slot of the previous row, which all have read
-            inverse = lax.rsqrt(variance + epsilon)
+            fetch(number + self.stages - 1)  # into the slot of the previous row, which all have read
+            inverse = lax.rsqrt(variance + self.epsilon)
             (mean_g,) = mean_g or [0.0]
             along = product * inverse * inverse
             new_sums = []
@@ -167,28 +213,21 @@ def backward(
                 more = d_normed * (c * inverse), d_normed
                 new_sums.append([total + new for total, new in zip(of_piece, more, strict=False)])
                 d_s = read(d_residual_smem, piece, slot) + (d_normed * scale[piece] - c * along - mean_g) * inverse
-                d_s_ref[row, group, pl.ds(*piece)] = d_s.astype(s_RD.dtype)
-            _release(interpret)
+                d_s_ref[row, group, pl.ds(*piece)] = d_s.astype(self.dtype)
+            _release(self.interpret)
             return new_sums
 
-        for number in range(stages - 1):
+        for number in range(self.stages - 1):
             fetch(jnp.int32(number))
-
-        def zeros(lines):
-            return plgpu.layout_cast(jnp.zeros((lines, LINE), jnp.float32), _layout((lines, LINE)))
-
-        sums = lax.fori_loop(0, count, one_row, [[zeros(lines)] * len(sum_refs) for _, lines in pieces])
+        zeros = [_zeros((lines, LINE)) for _, lines in pieces]
+        sums = lax.fori_loop(0, count, one_row, [[zero] * len(sum_refs) for zero in zeros])
         for piece, of_piece in zip(pieces, sums, strict=True):
             for ref, total in zip(sum_refs, of_piece, strict=True):
                 ref[block, group, pl.ds(*piece)] = total
 
-    part = jax.ShapeDtypeStruct((blocks, *shape), jnp.float32)
-    out = [jax.ShapeDtypeStruct((rows, *shape), s_RD.dtype), part] + ([part] if centred else [])
-    scratch = [*[plgpu.SMEM((stages, *shape), s_RD.dtype)] * 3, plgpu.Barrier(num_arrivals=3, num_barriers=stages)]
-    arrays = (a.reshape(rows, *shape) for a in (s_RD, d_normed_RD, d_residual_RD))
-    outputs = _call(body, out, scratch, 3, blocks, warpgroups, interpret)(*arrays, scale_D.reshape(shape))
-    d_x, d_scale, *d_bias = (a.reshape(-1, width) for a in outputs)
-    return d_x, d_scale, d_bias[0] if centred else None
+
+def _zeros(shape: tuple[int, ...]) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _layout(shape))
 
 
 def _means(pieces, width, parts, slot, interpret):

@@ -19,16 +19,13 @@ from megajax.fields.ranges import PositiveFloat, PositiveInt
 from megajax.layers.linear import Matrix
 from megajax.layers.transform import ADAPTERS, Transform, layer_inputs
 from megajax.ops.grouped_matmul import GroupedWeight, LowRankSum
-from megajax.ops.matmul import matmul
+from megajax.ops.matmul import JOINED_MULTIPLE, matmul
 from megajax.parameters import Parameter, weight
 from megajax.precision import PrecisionConfig
 from megajax.quantization.formats import scale_of, to_levels
 from megajax.quantization.weights import DTYPES
 
 NO_ADAPTER = -1
-MULTIPLE = 64
-"""Of the columns of all adapters of an engine: XLA for NVIDIA GPUs then multiplies x by the matrix and by them at once,
-without a copy (inference/device/executor.py)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,8 +170,8 @@ class AdapterChoice(Transform):
 
     @property
     def num_columns(self) -> int:
-        """R."""
-        return -(-sum(adapter.rank for adapter in self.adapters) // MULTIPLE) * MULTIPLE
+        """R, so that x can be multiplied by the matrix and by all adapters at once."""
+        return -(-sum(adapter.rank for adapter in self.adapters) // JOINED_MULTIPLE) * JOINED_MULTIPLE
 
     def fits(self, record: Parameter) -> bool:
         """Rows of experts are in another order than tokens, and latents are multiplied by merged matrices."""

@@ -68,7 +68,6 @@ def preprocess(
         pieces = pieces_of(part, [(path, reader.may_be_cut(path)) for path in files])
     if reader.recognises_forms:
         reader = dataclasses.replace(reader, record_forms=_record_forms([piece.path for piece in pieces], reader))
-    encoder = Encoder(tokenizer, reader, append_eod)
     facts: dict[str, Any] = {
         "tokenizer": tokenizer_spec,
         "tokenizer_identity": tokenizer.identity,
@@ -86,6 +85,33 @@ def preprocess(
     if part is not None and (finished := finished_part(facts_of, overwrite)):
         logger.info("%s: this part was finished before", part.prefix(output_prefix))
         return finished
+    encoder = Encoder(tokenizer, reader, append_eod)
+    written = _write(
+        pieces, prefixes, output_prefix, encoder, num_workers, on_error, progress, is_part=part is not None
+    )
+    if reader.media_tokens:
+        facts = _media_facts(encoder, output_prefix)
+        facts_of = {prefix: of_key | facts for prefix, of_key in facts_of.items()}
+    metas = {}
+    for prefix, (inputs, digest) in written.items():
+        metas[prefix] = make_meta(facts_of[prefix], inputs, str(encoder.dtype), digest)
+        write_meta(prefix, metas[prefix])
+    return metas
+
+
+def _write(
+    pieces: Sequence[Piece],
+    prefixes: Sequence[str],
+    output_prefix: str,
+    encoder: Encoder,
+    num_workers: int,
+    on_error: str,
+    progress: Callable[[int], None] | None,
+    *,
+    is_part: bool,
+) -> dict[str, tuple[list[dict], str]]:
+    """Writes the datasets, one per key of the reader -> {prefix: (what meta.json says of each input, digest)}."""
+    reader = encoder.reader
     counts = [[collections.Counter() for _ in pieces] for _ in prefixes]
     digests: dict[int, str] = {}
     with contextlib.ExitStack() as stack:
@@ -106,19 +132,16 @@ def preprocess(
                     digests[of_file.file] = of_file.sha256
             if progress is not None:
                 progress(batch.num_bytes)
-        for key, count in zip(json_keys, counts, strict=True):
-            if part is None:
-                _refuse_empty(files, key if len(json_keys) > 1 else None, sum(count, collections.Counter()))
-    media = _media_facts(encoder, output_prefix) if reader.media_tokens else {}
-    metas = {}
+        if not is_part:
+            for key, count in zip(reader.json_keys, counts, strict=True):
+                _refuse_empty(pieces, key if len(prefixes) > 1 else None, sum(count, collections.Counter()))
     for prefix in prefixes:
         if not reader.media_tokens and os.path.exists(image_table_path(prefix)):
             os.remove(image_table_path(prefix))  # of the dataset that this one replaces
-    for prefix, writer, count in zip(prefixes, writers, counts, strict=True):
-        inputs = _inputs(pieces, digests, count)
-        metas[prefix] = make_meta(facts_of[prefix] | media, inputs, str(encoder.dtype), writer.digest.hexdigest())
-        write_meta(prefix, metas[prefix])
-    return metas
+    return {
+        prefix: (_inputs(pieces, digests, count), writer.digest.hexdigest())
+        for prefix, writer, count in zip(prefixes, writers, counts, strict=True)
+    }
 
 
 def _media_facts(encoder: Encoder, prefix: str) -> dict[str, Any]:
@@ -170,10 +193,11 @@ def refuse_to_overwrite(prefix: str) -> None:
     )
 
 
-def _refuse_empty(files: Sequence[str], key: str | None, count: collections.Counter) -> None:
+def _refuse_empty(pieces: Sequence[Piece], key: str | None, count: collections.Counter) -> None:
     """Raises ValueError if the files have given no token."""
     if count["num_tokens"]:
         return
+    files = [piece.path for piece in pieces]
     of_key = f" in the field {key!r}" if key else ""
     raise ValueError(
         f"no text{of_key} in {shortened(files)} (documents skipped: {count['num_skipped']}): there is nothing to "

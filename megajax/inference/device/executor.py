@@ -32,6 +32,7 @@ from megajax.inference.device.warm_up import Compilation
 from megajax.inference.tokens.sampling import Logprobs
 from megajax.layers.attention.kv_cache import PoolSizes
 from megajax.models.model import Model
+from megajax.ops.matmul import JOINED_MULTIPLE
 from megajax.quantization.weights import QuantizedWeight, is_quantized
 from megajax.training.compiler_options import accepted
 
@@ -39,10 +40,9 @@ LOWERING = threading.Lock()  # two threads must not lower Pallas kernels at the 
 
 NVIDIA = "NVIDIA"  # in the names of its GPUs
 # XLA makes one product of those with the same input if their matrices together are smaller than this. Triton reads the
-# matrices where they are if each has a multiple of 64 columns; others, and all for cuBLAS, are copied into one in every
-# call (jaxlib 0.11.2). Those in 4 bits would be copied in the compute dtype.
+# matrices where they are if each has a multiple of JOINED_MULTIPLE columns (ops/matmul.py); others, and all for cuBLAS,
+# are copied into one in every call (jaxlib 0.11.2). Those in 4 bits would be copied in the compute dtype.
 LARGEST_JOINED = "xla_gpu_dot_merger_threshold_mb"
-MULTIPLE = 64
 # What a CUDA graph may hold: with WHILE and CONDITIONAL, all of a call. Without a graph the host waits for the device
 # at each condition: whether another step follows, and how tokens are sampled.
 IN_GRAPHS = "xla_gpu_enable_command_buffer"
@@ -58,7 +58,7 @@ MANY_TOKENS = 1024
 def decode_options(model: Model, params: dict, mesh: Mesh, num_rows: int) -> dict[str, str]:
     """The compiler options of a decoding program, for NVIDIA GPUs."""
     quantized = _quantized(params)
-    is_even = not any(columns % MULTIPLE for columns in _columns(model, mesh))
+    is_even = not any(columns % JOINED_MULTIPLE for columns in _columns(model, mesh))
     joins = num_rows <= FEW_ROWS and is_even and not any(weight.is_in_4_bits for weight in quantized)
     return _options(mesh, joins=joins, tunes=num_rows <= FEW_ROWS or _reads_levels(quantized))
 
