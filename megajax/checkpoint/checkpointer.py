@@ -318,6 +318,19 @@ class Checkpointer:
         """Waits until the current save is on disk; raises its error."""
         self._manager.wait_until_finished()
 
+    def problem_of_save(self, step: int) -> str:
+        """Waits until the step is on disk -> why it could not be saved, or an empty string. Every process must call
+        it."""
+        problem = "the log says why"
+        try:
+            self.wait()
+        except Exception as error:  # Orbax raises many types
+            problem = in_one_line(error)
+        if on_all_processes(self.latest_step() == step):
+            return ""
+        self._left_unfinished = True
+        return problem
+
     def wait_for_local(self) -> None:
         """Waits until the last local snapshot is written; an error is counted."""
         with self._counted("local snapshot"):

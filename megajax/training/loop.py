@@ -7,6 +7,7 @@ one step late.
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +24,6 @@ from megajax.data.config import DataConfig
 from megajax.data.datasets import Datasets
 from megajax.data.loader import BatchSource, IndexedSource
 from megajax.optim.schedule import Schedule
-from megajax.terminal.one_line import in_one_line
 from megajax.training.batch_schedule import BatchSchedule
 from megajax.training.batches import BatchPlacer, device_batches
 from megajax.training.config import LaunchConfig, TrainingConfig
@@ -38,6 +38,8 @@ from megajax.training.reporting.reporter import Carried, Reporter
 from megajax.training.run_lock import RunLock
 from megajax.training.state import TrainState
 from megajax.training.step import make_eval_step
+
+logger = logging.getLogger("megajax")
 
 
 class CannotGoOn(ValueError):
@@ -137,6 +139,7 @@ class Trainer:
         evaluate = self.evaluator()
         eval_every = config.eval_every_steps or config.steps
         done = first
+        evaluation: dict[str, float] = {}
         for step, batch in enumerate(batches, start=first):
             profiler.before(step + 1)
             rate = self.learning_rate(step)
@@ -148,7 +151,7 @@ class Trainer:
             self.watchdog.alive()
             self.checkpointer.check()
             asked = stop.asked(done, self.lock.problem())
-            evaluation: dict[str, float] = {}
+            evaluation = {}
             if evaluate is not None and (done % eval_every == 0 or done == config.steps):
                 reporter.flush()
                 with console.announced("evaluating"), _collected(unreadable):
@@ -178,7 +181,9 @@ class Trainer:
         reporter.flush()
         if unreadable:
             self._save_before(unreadable[0], state, first, schedule, reporter.carried())
-        self._wait_until_saved(done)
+        save = self.checkpointer.save
+        again = functools.partial(self._save, save, state, schedule, reporter.carried(), evaluation.get("eval_loss"))
+        self._wait_until_saved(done, again)
         reporter.close()
         console.close()
         if unreadable:
@@ -201,16 +206,22 @@ class Trainer:
         with self.output.console.announced(f"saving step {done}"):
             self._save(self.checkpointer.save, state, schedule, carried, None)
 
-    def _wait_until_saved(self, step: int) -> None:
-        problem = "the log says why"
+    def _wait_until_saved(self, step: int, save_again: Callable[[], None]) -> None:
+        """No later save of this run makes up for a last one that fails, so that one is tried twice. Raises
+        RuntimeError."""
+        problem = self._problem_of_save(step)
+        if problem:
+            logger.warning("the checkpoint of step %d could not be saved (%s); trying again", step, problem)
+            save_again()
+            problem = self._problem_of_save(step)
+        if problem:
+            raise RuntimeError(f"the checkpoint of step {step} could not be saved; {problem}")
+
+    def _problem_of_save(self, step: int) -> str:
         with self.output.console.announced(f"waiting until step {step} is on disk"):
-            try:
-                self.checkpointer.wait()
-            except Exception as error:  # Orbax raises many types
-                problem = in_one_line(error)
+            problem = self.checkpointer.problem_of_save(step)
         self.watchdog.alive()
-        if self.checkpointer.latest_step() != step:
-            raise RuntimeError(f"the checkpoint of step {step} could not be saved; {problem}") from None
+        return problem
 
     # ------------------------------------------------------------------ parts of the run
 

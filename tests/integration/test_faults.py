@@ -7,7 +7,8 @@ import signal
 
 import pytest
 
-from launch import losses, metrics, run, saved_steps, started, tiny_config
+from launch import evaluations, losses, metrics, run, saved_steps, started, tiny_config
+from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.run import train
 
 STEPS = 30
@@ -69,3 +70,29 @@ def test_a_skipped_update_leaves_every_array_as_it_was_and_the_next_one_does_not
     for step in skipped:
         samples = f"samples {8 * (step - 1)} to {8 * step - 1}"
         assert f"step {step}: update skipped" in output and samples in output
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("failures", [1, 2])
+def test_the_last_save_of_a_run_is_tried_twice(tmp_path, monkeypatch, caplog, failures):
+    run_dir, attempts = tmp_path / "run", []
+    write = Checkpointer.write
+
+    def fail_at_first(self, step, trees, meta):
+        attempts.append(step)
+        if step == 3 and attempts.count(3) <= failures:
+            raise OSError("no space left on device")
+        write(self, step, trees, meta)
+
+    monkeypatch.setattr(Checkpointer, "write", fail_at_first)
+    config = tiny_config(run_dir, "--training.steps=3", "--checkpoint.every_steps=2", "--training.eval_every_steps=2")
+    if failures == 1:
+        assert train(config) == "finished"
+        meta = json.loads((run_dir / "checkpoints" / "3" / "meta" / "metadata").read_text())
+        assert meta["eval_loss"] == pytest.approx(evaluations(run_dir)[3])
+    else:
+        with pytest.raises(RuntimeError, match="step 3 could not be saved"):
+            train(config)
+    assert attempts == [2, 3, 3]
+    assert saved_steps(run_dir) == ([2, 3] if failures == 1 else [2])
+    assert "the checkpoint of step 3 could not be saved" in caplog.text and "trying again" in caplog.text
