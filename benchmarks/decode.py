@@ -99,7 +99,7 @@ def make_engine(config, serving: ServingConfig) -> tuple[Engine, dict]:
         "ready_seconds": ready - made,
         "num_programs": engine.num_programs,
         "num_pages": engine.stats().num_pages,
-        "max_length": engine.room_for_prompt(0),
+        "max_length": engine.prompts.max_length,
         "peak_memory_bytes": (mesh.local_devices[0].memory_stats() or {}).get("peak_bytes_in_use", 0),
     }
 

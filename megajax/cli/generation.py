@@ -129,7 +129,7 @@ class Chat(OfEngine, OfSampling, OfChats):
         self.say_seed(sampling)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on ctrl-C ends an answer
         template = self.template(engine)
-        room = engine.room_for_prompt(sampling.max_tokens) - sum(image.num_tokens - 1 for image in images)
+        room = engine.prompts.room(sampling.max_tokens) - sum(image.num_tokens - 1 for image in images)
         if room < 1:
             most = sampling.max_tokens + room - 1
             raise ValueError(f"max_tokens={sampling.max_tokens} leaves no room for a prompt; use at most {most}")
@@ -174,11 +174,12 @@ def check_images(paths: Sequence[str]) -> None:
 
 
 def read_images(engine: "Engine", paths: Sequence[str]) -> "list[PromptImage]":
-    return [engine.read_image(Path(path).read_bytes(), f"image={path}") for path in paths]
+    return [engine.prompts.read_image(Path(path).read_bytes(), f"image={path}") for path in paths]
 
 
 def _encoded(engine: "Engine", prompt: str, images: "Sequence[PromptImage]") -> list[int]:
-    return engine.encode_with_images(prompt, len(images)) if images else engine.encode(prompt)
+    prompts = engine.prompts
+    return prompts.encode_with_images(prompt, len(images)) if images else prompts.encode(prompt)
 
 
 def print_texts(
@@ -286,7 +287,7 @@ class TemplatedConversation:
         return tokens
 
     def answered(self, text: str) -> None:
-        for name in self._engine.text_tokenizer.special_tokens:  # which the template refuses in a message
+        for name in self._engine.prompts.tokenizer.special_tokens:  # which the template refuses in a message
             text = text.replace(name, "")
         self._messages.append({"role": "assistant", "content": text})
 
@@ -295,7 +296,7 @@ class TemplatedConversation:
         if self._images:
             first = {**first, "content": [*self._images, {"type": "text", "text": first["content"]}]}
         text = self._template.render([*self._system, first, *later], add_generation_prompt=True)
-        return self._engine.text_tokenizer.encode_template(text)
+        return self._engine.prompts.tokenizer.encode_template(text)
 
 
 class PlainConversation:
@@ -310,10 +311,10 @@ class PlainConversation:
 
     def ask(self, text: str) -> list[int]:
         self._text += text + "\n"
-        tokens = self._engine.encode(self._text)
+        tokens = self._engine.prompts.encode(self._text)
         if len(tokens) > self._room:
             tokens = tokens[-self._room :]
-            self._text = self._engine.text_tokenizer.decode(tokens)
+            self._text = self._engine.prompts.tokenizer.decode(tokens)
             _say("(the beginning of the conversation no longer fits and is forgotten)")
         return tokens
 

@@ -44,12 +44,12 @@ class OfEngine(OfModel):
 
     def engines(self, adapters: Mapping[str, str] = {}) -> "list[Engine]":
         """mesh.data replicas. adapters: {name: directory}."""
-        from megajax.inference.engine import Engine
+        from megajax.inference.server.replicas import engines_from_run
         from megajax.mesh.processes import use_compilation_cache
 
         self.serving.check()
         parts = (self.run, self.started_mesh(), self.step, self.serving, self.draft_run, adapters)
-        engines = Engine.replicas_from_run(*parts)
+        engines = engines_from_run(*parts)
         use_compilation_cache()
         return engines
 
@@ -93,7 +93,7 @@ class OfChats:
     def template(self, engine: "Engine") -> "ChatTemplate | None":
         from megajax.data.tokenizers.chat_template import find_chat_template
 
-        return find_chat_template(engine.text_tokenizer, self.chat_template, engine.media_tokens)
+        return find_chat_template(engine.prompts.tokenizer, self.chat_template, engine.prompts.media_tokens)
 
 
 def check_is_new(output: str | None) -> None:

@@ -77,7 +77,7 @@ def evaluate_questions(
     a model answers without looking. Raises ValueError for a model that reads no images, and prompts that are too long.
     """
     engine = model.engine
-    template = find_chat_template(model.tokenizer, None, engine.media_tokens)
+    template = find_chat_template(model.tokenizer, None, engine.prompts.media_tokens)
     files = [question.images for question in questions]
     if images == "exchanged":
         files = [*files[1:], files[0]]
@@ -107,7 +107,7 @@ def _run(engine: Engine, numbers: dict, texts: list[str]) -> None:
 def _tokens(model: TextModel, template: ChatTemplate | None, text: str, num_images: int) -> list[int]:
     engine = model.engine
     if template is None:
-        return engine.encode_with_images(text, num_images) if num_images else engine.encode(text)
+        return engine.prompts.encode_with_images(text, num_images) if num_images else engine.prompts.encode(text)
     content = [*[{"type": "image"}] * num_images, {"type": "text", "text": text}] if num_images else text
     rendered = template.render([{"role": "user", "content": content}], add_generation_prompt=True)
     return model.tokenizer.encode_template(rendered)
@@ -120,7 +120,7 @@ def _image(engine: Engine, path: str, *, grey: bool) -> PromptImage:
         from megajax.images.decode import size_of
 
         data = _grey(*size_of(data, path))
-    return engine.read_image(data, path)
+    return engine.prompts.read_image(data, path)
 
 
 def _grey(height: int, width: int) -> bytes:

@@ -5,7 +5,6 @@ Keys and values are in pages (inference/scheduling/pages.py), the scheduler deci
 (inference/results.py). One thread owns an engine: it submits requests and calls `step` until there is no work.
 """
 
-import dataclasses
 import functools
 import logging
 from collections import deque
@@ -17,7 +16,6 @@ from typing import NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from megajax.data.tokenizers.chat_template import image_text
 from megajax.data.tokenizers.tokenizer import Tokenizer
 from megajax.inference.config import ServingConfig
 from megajax.inference.device.batches import Batches, Shapes
@@ -29,8 +27,9 @@ from megajax.inference.device.warm_up import Stage, staged
 from megajax.inference.device.weights import joined_layers, serving_weights
 from megajax.inference.draft import DraftModel, check_draft, check_guesses, check_same_tokens, check_states
 from megajax.inference.load import OpenedModel, open_model
+from megajax.inference.prompts import Prompts
 from megajax.inference.results import Output, Results, Stats
-from megajax.inference.scheduling.images import PromptImage, PromptImages, read_image, with_images
+from megajax.inference.scheduling.images import PromptImage
 from megajax.inference.scheduling.pages import KeptStates, PagePool
 from megajax.inference.scheduling.scheduler import Limits, Scheduler
 from megajax.inference.scheduling.waiting import Owner
@@ -40,14 +39,11 @@ from megajax.inference.scheduling.work import (
     Request,
     Sequence,
     Wait,
-    check_prompt,
     guessed_before,
     look_up,
 )
-from megajax.inference.tokens.grammar import Grammars
 from megajax.inference.tokens.sampling import Logprobs, Sampling
 from megajax.layers.lora import AdapterChoice
-from megajax.media.kinds import IMAGE
 from megajax.mesh.config import MeshConfig
 from megajax.models.model import Model
 from megajax.parallel.encode import num_parts
@@ -87,13 +83,22 @@ class Engine:
         self.mesh = mesh
         self.tokenizer = tokenizer
         self.serving = serving.on(self.platform)
-        self._trained_length = trained_length
         self.use(params)
         config = model.config
         self._vocab_size = min(config.vocab_size, tokenizer.vocab_size) if tokenizer else config.vocab_size
-        self._start = list(start_ids)
-        self._grammars = Grammars(tokenizer, self._vocab_size)
         self._allocate(draft)
+        limits = self.scheduler.limits
+        self.prompts = Prompts(
+            config,
+            tokenizer,
+            start_ids,
+            vocab_size=self._vocab_size,
+            max_length=self._max_length,
+            adapters=self.adapters,
+            most_results=serving.image_tokens,
+            most_image_tokens=limits.chunks[-1] if limits.whole_images else None,
+            trained_length=trained_length,
+        )
         self._calls: deque[_Call] = deque()
         self.results = Results(self.scheduler, tokenizer)
         self._prompt_tokens = 0
@@ -220,32 +225,6 @@ class Engine:
         length = opened.source.config.training.sequence_length
         return Engine(*parts, start_ids=opened.start_ids, serving=serving, draft=draft, trained_length=length)
 
-    @staticmethod
-    def replicas_from_run(
-        run_dir: str | Path,
-        mesh: MeshConfig,
-        step: int | None = None,
-        serving: ServingConfig = ServingConfig(),
-        draft_run: str | Path | None = None,
-        adapters: Mapping[str, str | Path] = {},
-    ) -> list["Engine"]:
-        """mesh.data engines, each on devices of its own; the arguments are those of `from_run`.
-
-        Raises ValueError for more replicas than devices, and what `from_run` raises.
-        """
-        devices = jax.devices()
-        if -1 in mesh.sizes().values():
-            mesh = mesh.resolve(len(devices))
-        if mesh.num_devices > len(devices):
-            raise ValueError(
-                f"mesh.data={mesh.data}: {mesh.data} replicas need {mesh.num_devices} devices and there are "
-                f"{len(devices)}; use --mesh.data={max(len(devices) * mesh.data // mesh.num_devices, 1)}"
-            )
-        size = mesh.num_devices // mesh.data
-        one = dataclasses.replace(mesh, data=1)
-        parts = [devices[number * size : (number + 1) * size] for number in range(mesh.data)]
-        return [Engine.from_run(run_dir, one, step, serving, draft_run, part, adapters) for part in parts]
-
     # ------------------------------------------------------------------ whole generations
 
     def generate(self, prompts: Items[str], sampling: Sampling) -> list[str]:
@@ -254,7 +233,7 @@ class Engine:
         An empty prompt starts a new document. Raises ValueError for invalid sampling settings and for a prompt that is
         too long.
         """
-        found = self._generate([self.encode(prompt) for prompt in prompts], sampling)
+        found = self._generate([self.prompts.encode(prompt) for prompt in prompts], sampling)
         return ["".join(output.text for output in outputs) for outputs in found]
 
     def generate_tokens(self, prompts: Items[Items[int]], sampling: Sampling) -> list[list[int]]:
@@ -267,60 +246,11 @@ class Engine:
         if sampling.n > 1:
             raise ValueError(f"n={sampling.n}: generate gives one text per prompt; use submit for several")
         for number, prompt in enumerate(prompts):
-            self.check(prompt, sampling, f"prompt {number}")
+            self.prompts.check(prompt, sampling, f"prompt {number}")
         found: list[list[Output]] = [[] for _ in prompts]
         for number, output in outputs_of(self, [(prompt, sampling) for prompt in prompts]):
             found[number].append(output)
         return found
-
-    @property
-    def text_tokenizer(self) -> Tokenizer:
-        """Raises ValueError without a tokenizer."""
-        if self.tokenizer is None:
-            raise ValueError("the engine has no tokenizer to encode a text prompt; use generate_tokens")
-        return self.tokenizer
-
-    def encode(self, prompt: str) -> list[int]:
-        """The tokens of a prompt; for an empty one, the end-of-document token."""
-        end = self.text_tokenizer.eod_id
-        ids = self._start + self.text_tokenizer.encode(prompt)
-        if not ids and end is None:
-            raise ValueError("prompt='' has no tokens and the tokenizer has no end-of-document token to start from; "
-                             "give a prompt")  # fmt: skip
-        return ids if end is None else ids or [end]
-
-    @property
-    def image_token(self) -> str | None:
-        """The name of the special token that stands for an image; None: the model reads none, or it has no name."""
-        inputs = self.model.config.image_inputs
-        if inputs is None or self.tokenizer is None:
-            return None
-        return next((name for name, number in self.tokenizer.special_tokens.items() if number == inputs.token), None)
-
-    @property
-    def media_tokens(self) -> dict[str, str]:
-        """As a ChatTemplate takes them."""
-        return {} if self.image_token is None else {"image": self.image_token}
-
-    def encode_with_images(self, prompt: str, num_images: int) -> list[int]:
-        """The tokens of a prompt with images: where its text marks their places (image_text), or before it. Raises
-        ValueError for another number of marks, and for a model that reads no images."""
-        if self.image_token is None:
-            raise ValueError("the model has no token that stands for an image; give a prompt without images")
-        marker, text = image_text(self.image_token)
-        pieces = prompt.split(marker)
-        if len(pieces) == 1:
-            pieces = [""] * num_images + pieces
-        if len(pieces) != num_images + 1:
-            raise ValueError(f"the prompt marks {len(pieces) - 1} images with {marker}, and {num_images} are given")
-        tokens = self.encode(pieces[0]) if pieces[0] else list(self._start)
-        for piece in pieces[1:]:
-            tokens += self.text_tokenizer.encode_template(text) + self.text_tokenizer.encode(piece)
-        return tokens
-
-    def room_for_prompt(self, max_tokens: int) -> int:
-        """Maximum number of prompt tokens that leaves room for max_tokens."""
-        return self._max_length - max_tokens
 
     # ------------------------------------------------------------------ requests
 
@@ -329,92 +259,24 @@ class Engine:
     ) -> Request:
         """Queues a prompt, int tokens. owner: those who wait take turns. images: `read_image` of the images for which
         tokens stand in the prompt. Raises ValueError for invalid settings, and for a prompt that does not fit."""
-        self.check(prompt, sampling)
+        self.prompts.check(prompt, sampling)
         tokens = list(prompt)
         of_images = None
         if images:
-            tokens, of_images = self._with_images(prompt, images, sampling)
+            tokens, of_images = self.prompts.with_images(prompt, images, sampling)
         request = Request(tokens, sampling, owner=owner)
         limit = len(tokens) + sampling.max_tokens
-        self._warn_beyond_training(limit)
+        self.prompts.warn_beyond_training(limit)
         request.sequences = [
             Sequence(request, index, list(tokens), limit, images=of_images) for index in range(sampling.n)
         ]
         if sampling.prompt_logprobs is not None:
             request.prompt_logprobs = []
         for sequence in request.sequences:
-            sequence.matcher = self._grammars.start(sampling)
+            sequence.matcher = self.prompts.grammars.start(sampling)
             self.results.start(sequence)
         self.scheduler.waiting += request.sequences
         return request
-
-    def read_image(self, data: bytes, name: str = "image") -> PromptImage:
-        """An image file, ready to be submitted; any thread may call this. Raises ValueError if it cannot be read, or
-        the model reads no images."""
-        inputs = self.model.config.image_inputs
-        if inputs is None:
-            raise ValueError(f"{name}: model.kind={self.model.config.kind} reads no images")
-        return read_image(data, inputs, name)
-
-    def _with_images(
-        self, prompt: Items[int], images: Items[PromptImage], sampling: Sampling
-    ) -> tuple[list[int], PromptImages]:
-        """Raises ValueError for images that do not fit."""
-        inputs = self.model.config.image_inputs
-        if inputs is None:
-            raise ValueError(f"images: model.kind={self.model.config.kind} reads none")
-        if sampling.prompt_logprobs is not None:
-            raise ValueError(f"prompt_logprobs={sampling.prompt_logprobs} is not supported with images; leave it out")
-        tokens, of_images = with_images(prompt, images, inputs)
-        limits = self.scheduler.limits
-        for number, image in enumerate(images):
-            name = f"image {number} of {image.width} x {image.height} pixels"
-            if image.num_results > self.serving.image_tokens:
-                raise ValueError(
-                    f"{name} has {image.num_results} results of the tower, more than image_tokens="
-                    f"{self.serving.image_tokens}; use image_tokens={image.num_results}, or a smaller image"
-                )
-            if limits.whole_images and image.num_tokens > limits.chunks[-1]:
-                raise ValueError(
-                    f"{name} has {image.num_tokens} tokens, which one call has to compute; use max_batch_tokens="
-                    f"{image.num_tokens}"
-                )
-        config = self.model.config
-        ids = [max(token, 0) for token in tokens]
-        check_prompt("prompt", ids, sampling.max_tokens, self._max_length, config.max_length, config.vocab_size)
-        return tokens, of_images
-
-    def _warn_beyond_training(self, limit: int) -> None:
-        if self._trained_length is not None and limit > self._trained_length:
-            logger.warning(
-                "prompt and max_tokens are up to %d tokens, and the model was trained on %d; text beyond is often bad",
-                limit,
-                self._trained_length,
-            )
-            self._trained_length = None  # warned once
-
-    def check(self, prompt: Items[int], sampling: Sampling, name: str = "prompt") -> None:
-        """Raises ValueError, naming the prompt, for what `submit` refuses."""
-        sampling.check()
-        if sampling.stop and self.tokenizer is None:
-            raise ValueError(f"stop={sampling.stop} needs a tokenizer; the engine has none")
-        if sampling.adapter not in (None, *self.adapters):
-            raise ValueError(
-                f"adapter={sampling.adapter} is not one of this engine, which has {', '.join(self.adapters) or 'none'}"
-            )
-        self._grammars.start(sampling)
-        for field in ("stop_token_ids", "logit_bias"):
-            wrong = [token for token in getattr(sampling, field) if not 0 <= token < self._vocab_size]
-            if wrong:
-                raise ValueError(f"{field}={wrong[0]} is not a token; tokens are 0 to {self._vocab_size - 1}")
-        config = self.model.config
-        for inputs in config.media:
-            if inputs.kind != IMAGE and inputs.token in prompt:
-                raise ValueError(
-                    f"{name} has the token {inputs.token}, which stands for a {inputs.kind.noun} "
-                    f"(model.{inputs.kind.token}); engines read none, so leave it out"
-                )
-        check_prompt(name, prompt, sampling.max_tokens, self._max_length, config.max_length, config.vocab_size)
 
     def cancel(self, request: Request) -> None:
         """Ends all samples of a request at once and frees their pages. The next `step` returns an Output of each that
@@ -503,10 +365,11 @@ class Engine:
 
         Any thread may compile a stage while this engine works; when it is done, call `use_shapes`, between two steps.
         On a GPU nothing remains: compiling measures kernels there, so what runs at the same time would slow them down,
-        and they it.
+        and they it. Nor does anything for a model that has to compute an image in one call.
         """
         shapes = self.batches.shapes
-        return self._warm_up(shapes.stages() if self.platform == "cpu" else [shapes])
+        is_staged = self.platform == "cpu" and not self.scheduler.limits.whole_images
+        return self._warm_up(shapes.stages() if is_staged else [shapes])
 
     def use_shapes(self, shapes: Shapes) -> None:
         """The next calls have only these shapes; not fewer than calls under way have."""

@@ -13,14 +13,8 @@ from megajax.inference.results import Output
 PIL = pytest.importorskip("PIL.Image")
 
 
-class Engine:
-    """Answers with the red of the first pixel of the image."""
-
+class Prompts:
     media_tokens = {"image": "<image>"}
-
-    def __init__(self):
-        self.answers = []
-        self.asked = []
 
     def read_image(self, data, name):
         return PIL.open(io.BytesIO(data)).getpixel((0, 0))[0]
@@ -30,6 +24,16 @@ class Engine:
 
     def encode_with_images(self, text, num_images):
         return [257] * num_images + self.encode(text)
+
+
+class Engine:
+    """Answers with the red of the first pixel of the image."""
+
+    prompts = Prompts()
+
+    def __init__(self):
+        self.answers = []
+        self.asked = []
 
     def submit(self, tokens, sampling, images):
         assert sampling.temperature == 0

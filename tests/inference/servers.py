@@ -92,10 +92,19 @@ def wait_until(condition, seconds=20):
         time.sleep(0.02)
 
 
+class FakePrompts:
+    tokenizer = BytesTokenizer()
+    max_length = 1000
+
+    def encode(self, text):
+        return list(text.encode())
+
+
 class FakeEngine:
     """Generates the token 120 ("x") once per step, and a step needs a permission."""
 
-    tokenizer = text_tokenizer = BytesTokenizer()
+    tokenizer = BytesTokenizer()
+    prompts = FakePrompts()
     adapters = ()
 
     def __init__(self):
@@ -107,12 +116,6 @@ class FakeEngine:
     def warm_up_first(self):
         self.warm.wait()
         return []
-
-    def room_for_prompt(self, max_tokens):
-        return 1000 - max_tokens
-
-    def encode(self, text):
-        return list(text.encode())
 
     def submit(self, prompt, sampling, owner, images=()):
         request = Request(list(prompt), sampling, owner=owner)

@@ -18,7 +18,7 @@ import pytest
 
 from megajax.inference.scheduling.waiting import Owner, WaitingLine
 from megajax.inference.server import connections
-from servers import FakeEngine, serving, serving_fake, wait_until
+from servers import FakeEngine, FakePrompts, serving, serving_fake, wait_until
 
 CHAT = "/v1/chat/completions"
 
@@ -147,16 +147,14 @@ def test_contradicting_lengths_end_the_connection():
         assert received.startswith(b"HTTP/1.1 400") and received.count(b"HTTP/1.1") == 1
 
 
-class SlowEngine(FakeEngine):
+class SlowPrompts(FakePrompts):
     """Needs a permission to encode a long text."""
 
+    max_length = 1_000_000
+
     def __init__(self):
-        super().__init__()
         self.may_encode = threading.Semaphore(0)
         self.num_encoding = 0
-
-    def room_for_prompt(self, max_tokens):
-        return 1_000_000 - max_tokens
 
     def encode(self, text):
         if len(text) > 1000:
@@ -167,7 +165,8 @@ class SlowEngine(FakeEngine):
 
 def test_long_texts_wait_for_each_other_and_nobody_for_them():
     """They are encoded before the deadline or not at all, and do not keep the server from stopping."""
-    slow = SlowEngine()
+    slow = FakeEngine()
+    slow.prompts = SlowPrompts()
     slow.warm.set()
     slow.permissions.release(1000)
     try:
@@ -176,14 +175,14 @@ def test_long_texts_wait_for_each_other_and_nobody_for_them():
             with contextlib.ExitStack() as stack:
                 for _ in range(20):
                     stack.enter_context(connect(url, post("/v1/completions", {"prompt": "a" * 100_000})))
-                wait_until(lambda: slow.num_encoding)
+                wait_until(lambda: slow.prompts.num_encoding)
                 assert client.post("/v1/completions", json={"prompt": "a"}).is_success
             # all have left, and so has the one that begins when it is its turn
             waits = client.post("/v1/completions", json={"prompt": "b" * 100_000})
             assert waits.status_code == 503 and "request_timeout_seconds" in waits.text
-            assert slow.num_encoding == 1
+            assert slow.prompts.num_encoding == 1
     finally:
-        slow.may_encode.release(100)
+        slow.prompts.may_encode.release(100)
 
 
 class Waits:

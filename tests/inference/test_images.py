@@ -111,7 +111,7 @@ def generated(engine: Engine, prompts=PROMPTS, count: int = 6, at_once: bool = T
     found = [([], []) for _ in prompts]
     while len(requests) < len(prompts) or engine.has_work:
         for number, (tokens, pictures) in enumerate(prompts[len(requests) :], len(requests)):
-            images = [engine.read_image(picture(*of_image)) for of_image in pictures]
+            images = [engine.prompts.read_image(picture(*of_image)) for of_image in pictures]
             requests[engine.submit(tokens, sampling, images=images)] = number
             if not at_once:
                 break
@@ -133,7 +133,7 @@ def trained(name: str, tokens: list[int], pictures, following: list[int]) -> np.
     config = MODELS[name]
     config = dataclasses.replace(config, vision=dataclasses.replace(config.vision, blocks=1, patches=256))
     inputs = config.image_inputs
-    read = engine(name).read_image
+    read = engine(name).prompts.read_image
     images = [read(picture(*of_image)) for of_image in pictures]
     sizes = np.array([(image.height, image.width) for image in images]).reshape(-1, 2)
     # What follows is text, also where it is the token of an image.
@@ -241,7 +241,7 @@ def test_a_preempted_prompt_reads_its_images_again():
 def test_what_does_not_fit_is_refused():
     of_squash = engine("squash")
     sampling = Sampling(max_tokens=4)
-    image = of_squash.read_image(picture(0, 9, 9))
+    image = of_squash.prompts.read_image(picture(0, 9, 9))
     with pytest.raises(ValueError, match="a text has 0 tokens of model.image_token=50 and 1 images"):
         of_squash.submit([1, 2], sampling, images=[image])
     with pytest.raises(ValueError, match="prompt_logprobs=0 is not supported with images"):
@@ -249,12 +249,12 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="prompt has 10. tokens, which with max_tokens=4 exceeds the 96 tokens"):
         of_squash.submit([IMAGE] * 25 + [2], sampling, images=[image] * 25)
     with pytest.raises(ValueError, match="photo.png: the image is damaged"):
-        of_squash.read_image(picture(0, 9, 9)[:60], "photo.png")
+        of_squash.prompts.read_image(picture(0, 9, 9)[:60], "photo.png")
     narrow = engine("pixels", image_tokens=4)
     with pytest.raises(
         ValueError, match="image 0 of 33 x 20 pixels has 8 results of the tower, more than image_tokens=4"
     ):
-        narrow.submit([IMAGE, 1], sampling, images=[narrow.read_image(picture(0, 20, 33))])
+        narrow.submit([IMAGE, 1], sampling, images=[narrow.prompts.read_image(picture(0, 20, 33))])
 
 
 # ----------------------------------------------------------------------------- chats

@@ -79,7 +79,6 @@ OF_BENCH = ("batch", "concurrency", "prompt_tokens", "max_tokens", "repeats", "n
 ])  # fmt: skip
 def test_nonsense_numbers_are_refused_by_name_before_a_model_is_opened(command, names, monkeypatch):
     monkeypatch.setattr(Engine, "from_run", lambda *_: pytest.fail("a model is opened"))
-    monkeypatch.setattr(Engine, "replicas_from_run", Engine.from_run)
     for name in names:
         for value in ("-2", "99999999999999999999", "-inf", "nan", "x", "", "1,,2"):
             with pytest.raises(ValueError, match=f"^{name}=[^\n]*$"):
@@ -100,26 +99,32 @@ def test_keys_are_read_from_a_file(tmp_path):
 # ----------------------------------------------------------------------------- generate and chat
 
 
+class Bytes:
+    """Prompts, and their tokenizer."""
+
+    special_tokens = {"S:": 1}
+
+    @property
+    def tokenizer(self):
+        return self
+
+    def encode(self, text):
+        return list(text.encode())
+
+    encode_template = encode
+
+    def decode(self, tokens):
+        return bytes(tokens).decode()
+
+
 class Backwards:
     """An engine that answers with the prompt, one character per step, the last prompt first."""
 
-    class text_tokenizer:
-        special_tokens = {"S:": 1}
-
-        @staticmethod
-        def encode_template(text):
-            return list(text.encode())
-
-        @staticmethod
-        def decode(tokens):
-            return bytes(tokens).decode()
+    prompts = Bytes()
 
     def __init__(self):
         self.asked = []
         self.left = []
-
-    def encode(self, text):
-        return list(text.encode())
 
     def submit(self, prompt, sampling, images=()):
         from megajax.inference.scheduling.work import Request

@@ -38,6 +38,7 @@ from megajax.inference.server import app
 from megajax.inference.server.answers import TokenTexts
 from megajax.inference.server.app import ServerConfig
 from megajax.inference.server.engine_thread import Overloaded
+from megajax.inference.server.replicas import engines_from_run
 from megajax.inference.tokens.sampling import Sampling, recommended_sampling
 from megajax.inference.traffic import Load, ServerTarget, Workload, measure, table
 from megajax.mesh.config import MeshConfig
@@ -62,7 +63,7 @@ def offline(engine):
     prompts = [*PROMPTS, template.render(MESSAGES, add_generation_prompt=True)]
     sampling = Sampling(max_tokens=12, temperature=0.0)
     texts = engine.generate(prompts, sampling)
-    tokens = engine.generate_tokens([engine.encode(prompt) for prompt in prompts], sampling)
+    tokens = engine.generate_tokens([engine.prompts.encode(prompt) for prompt in prompts], sampling)
     return dict(zip([*PROMPTS, "chat"], zip(texts, tokens, strict=True), strict=True))
 
 
@@ -145,10 +146,10 @@ def test_replicas_share_the_requests(engine, offline, monkeypatch):
     monkeypatch.setattr(
         Engine, "from_run", lambda run, mesh, step, serving, draft, devices, _: made.append((mesh, devices))
     )
-    Engine.replicas_from_run("run", MeshConfig(data=3, tensor=2))
+    engines_from_run("run", MeshConfig(data=3, tensor=2))
     assert made == [(MeshConfig(tensor=2), jax.devices()[first : first + 2]) for first in (0, 2, 4)]
     with pytest.raises(ValueError, match="mesh.data=5: 5 replicas need 10 devices and there are 8; use --mesh.data=4"):
-        Engine.replicas_from_run("run", MeshConfig(data=5, tensor=2))
+        engines_from_run("run", MeshConfig(data=5, tensor=2))
 
 
 def test_streams_carry_the_same_text_and_usage(client, offline):

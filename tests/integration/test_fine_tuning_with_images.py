@@ -107,12 +107,12 @@ def test_a_folder_is_fine_tuned_exported_and_answers(folder, chats, tmp_path):
     engine = Engine.from_run(
         tmp_path / "out", serving=ServingConfig(max_length=64, num_pages=16, page_size=8, max_rows=2)
     )
-    assert engine.image_token == "<image>"
+    assert engine.prompts.image_token == "<image>"
     sampling = Sampling(temperature=0.0, max_tokens=4)
     texts = []
     for red in (0, 250):
-        prompt = engine.text_tokenizer.encode_template("<s><|user|><image>\nred?<|assistant|>")
-        request = engine.submit(prompt, sampling, images=[engine.read_image(picture(red))])
+        prompt = engine.prompts.tokenizer.encode_template("<s><|user|><image>\nred?<|assistant|>")
+        request = engine.submit(prompt, sampling, images=[engine.prompts.read_image(picture(red))])
         found = ""
         while not request.is_finished:
             found += "".join(output.text for output in engine.step())

@@ -66,7 +66,7 @@ class Server(Service):
         on_failure: Callable[[], None] | None,
     ):
         engine = self.engine = engines[0]
-        super().__init__(config, engine.text_tokenizer, engine.room_for_prompt(0))
+        super().__init__(config, engine.prompts.tokenizer, engine.prompts.max_length)
         self._models += engine.adapters
         self.template = template
         self._tool_format = find_tool_format(template, self.tokenizer) if template else None
@@ -176,7 +176,8 @@ class Server(Service):
             files = await self._fetcher.files(given)
 
         def read() -> list[PromptImage]:
-            return [self.engine.read_image(data, f"messages: image {number}") for number, data in enumerate(files)]
+            read_image = self.engine.prompts.read_image
+            return [read_image(data, f"messages: image {number}") for number, data in enumerate(files)]
 
         return await self._work(LONG_WORK + 1, read)
 
@@ -198,7 +199,7 @@ class Server(Service):
 
     async def _encode(self, text: str, field: str) -> list[int]:
         self._check_characters(len(text), field)
-        return await self._work(len(text), self.engine.encode, text)
+        return await self._work(len(text), self.engine.prompts.encode, text)
 
     def _text(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
@@ -232,7 +233,7 @@ class Server(Service):
             tokens = [self._named_tokens[body.prompt]]
         else:
             is_start = body.add_special_tokens and body.prompt
-            encode = self.engine.encode if is_start else self.tokenizer.encode
+            encode = self.engine.prompts.encode if is_start else self.tokenizer.encode
             tokens = await self._work(len(body.prompt), encode, body.prompt)
         return JSONResponse({"count": len(tokens), "max_model_len": self._max_length, "tokens": tokens})
 
@@ -291,7 +292,7 @@ def _opened(source: Source, engine: Engine) -> OpenedModel:
     config = source.config
     if (config.model, config.lora.transforms) != (engine.model.config, engine.model.adapters):
         raise ValueError(f"run={source} is another model than the one that is served; start a server for it")
-    parts = (source, engine.model, engine.mesh, engine.text_tokenizer)
+    parts = (source, engine.model, engine.mesh, engine.prompts.tokenizer)
     return OpenedModel(*parts, start_ids=(), weights=engine.serving.weight_dtype)
 
 

@@ -2,13 +2,18 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
 
+import jax
+
+from megajax.inference.config import ServingConfig
 from megajax.inference.engine import Engine, Stats
 from megajax.inference.load import OpenedModel
 from megajax.inference.scheduling.images import PromptImage
 from megajax.inference.server.engine_thread import EngineThread, Generation, Observer, check_room
 from megajax.inference.tokens.sampling import Sampling
+from megajax.mesh.config import MeshConfig
 
 
 class Replicas:
@@ -72,3 +77,29 @@ class Replicas:
         first.engine.check_formats(await asyncio.to_thread(opened(first.engine).check))
         for thread in self._threads:
             await thread.call(lambda engine=thread.engine: engine.load(opened(engine)))
+
+
+def engines_from_run(
+    run_dir: str | Path,
+    mesh: MeshConfig,
+    step: int | None = None,
+    serving: ServingConfig = ServingConfig(),
+    draft_run: str | Path | None = None,
+    adapters: Mapping[str, str | Path] = {},
+) -> list[Engine]:
+    """mesh.data engines, each on devices of its own; the arguments are those of `Engine.from_run`.
+
+    Raises ValueError for more replicas than devices, and what `Engine.from_run` raises.
+    """
+    devices = jax.devices()
+    if -1 in mesh.sizes().values():
+        mesh = mesh.resolve(len(devices))
+    if mesh.num_devices > len(devices):
+        raise ValueError(
+            f"mesh.data={mesh.data}: {mesh.data} replicas need {mesh.num_devices} devices and there are "
+            f"{len(devices)}; use --mesh.data={max(len(devices) * mesh.data // mesh.num_devices, 1)}"
+        )
+    size = mesh.num_devices // mesh.data
+    one = dataclasses.replace(mesh, data=1)
+    parts = [devices[number * size : (number + 1) * size] for number in range(mesh.data)]
+    return [Engine.from_run(run_dir, one, step, serving, draft_run, part, adapters) for part in parts]
