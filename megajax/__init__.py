@@ -27,7 +27,12 @@ __all__ = [
     "use_cpu_devices",
 ]
 
-_MODULES = {"Config": "megajax.config", "override": "megajax.overrides", "use_cpu_devices": "megajax.mesh.processes"}
+_MODULES = {
+    "Config": "megajax.config",
+    "Plan": "megajax.planning.summary",
+    "override": "megajax.overrides",
+    "use_cpu_devices": "megajax.mesh.processes",
+}
 
 
 def __getattr__(name: str):

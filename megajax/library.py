@@ -5,7 +5,6 @@ The parts of train.py and infer.py, for one process. Dimensions: B batch, T sequ
 
 import dataclasses
 import functools
-import html
 import logging
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,9 +32,9 @@ from megajax.mesh.config import make_mesh
 from megajax.mesh.processes import use_compilation_cache
 from megajax.models.model import Model
 from megajax.overrides import override
-from megajax.planning.memory import memory_per_device
-from megajax.planning.plan import USABLE_MEMORY, plan_device, plan_rows
+from megajax.planning.plan import plan_device
 from megajax.planning.search import search as searched
+from megajax.planning.summary import Plan
 from megajax.training.batch_schedule import Batch, BatchSchedule
 from megajax.training.batches import BatchPlacer
 from megajax.training.faults.watchdog import Watchdog
@@ -268,7 +267,7 @@ class Run:
         self._engine.use(weights)  # its programs do not depend on the weights
         return self._engine.generate([prompts] if isinstance(prompts, str) else prompts, settings)
 
-    def plan(self, device: str = "h100") -> "Plan":
+    def plan(self, device: str = "h100") -> Plan:
         """Memory and speed of this run on the same number of GPUs: h100, h200, a100 or b200."""
         return plan(self.config, device)
 
@@ -356,33 +355,6 @@ def _stacked(dataset, indices: range) -> dict[str, np.ndarray]:
     return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Memory and speed of a run; print it, or draw its memory with megajax.figures.memory."""
-
-    title: str
-    rows: list[tuple[str, str]]
-    """(name, value), as --plan prints them."""
-    memory_bytes: dict[str, int]
-    """Memory per device, by use."""
-    usable_bytes: int
-    """Usable memory per device."""
-
-    @property
-    def fits(self) -> bool:
-        return dict(self.rows)["verdict"].startswith("fits")
-
-    def __str__(self) -> str:
-        width = max(len(name) for name, _ in self.rows)
-        return "\n".join([self.title, *(f"  {name:<{width}}  {value}" for name, value in self.rows)])
-
-    def _repr_html_(self) -> str:
-        cells = "".join(
-            f"<tr><th>{html.escape(name)}</th><td>{html.escape(text)}</td></tr>" for name, text in self.rows
-        )
-        return f"<table><caption>{html.escape(self.title)}</caption>{cells}</table>"
-
-
 def plan(config: Config, device: str = "h100") -> Plan:
     """Estimates memory and speed of a run, without a GPU; a mesh axis of -1 counts as 1.
 
@@ -391,14 +363,8 @@ def plan(config: Config, device: str = "h100") -> Plan:
     """
     gpu = plan_device(device)
     config = config.for_plan()
-    program = config.make_program()
-    memory, _ = memory_per_device(program, config.training)
-    return Plan(
-        title=f"plan of {config.run_dir.removeprefix('runs/')}",
-        rows=plan_rows(program, config.training, gpu, compiles=False),
-        memory_bytes=memory,
-        usable_bytes=int(USABLE_MEMORY * gpu.memory_bytes),
-    )
+    title = f"plan of {config.run_dir.removeprefix('runs/')}"
+    return Plan.of(title, config.make_program(), config.training, gpu)
 
 
 def search(config: Config, num_devices: int, device: str = "h100") -> list[Config]:

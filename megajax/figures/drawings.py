@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from megajax.inference.traffic import Result
-    from megajax.library import Plan, Run
+    from megajax.library import Run
+    from megajax.planning.summary import Plan
 
 MOST_MASK_TOKENS = 512
 MAX_TICKS = 80

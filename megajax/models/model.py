@@ -21,7 +21,7 @@ from jax.sharding import AbstractMesh, Mesh
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops, LayerConfig
 from megajax.layers.linear import joinable
-from megajax.layers.stack import abstract_layer, merged_layers, rows_of_kind
+from megajax.layers.stacked import abstract_layer, merged_layers, rows_of_kind
 from megajax.layers.transform import LowPrecision, Transform, transforming
 from megajax.mesh.sharding import WEIGHT_AXES, num_parts, weight_shardings
 from megajax.models.counting import CountedParameter, counted_parameters

@@ -9,7 +9,9 @@ import pytest
 from flax import nnx
 
 from megajax.layers.linear import Linear
-from megajax.layers.stack import MAX_PADDED, Loop, Stack, loops_of, unstack
+from megajax.layers.loops import Loop, loops_of
+from megajax.layers.rows import MAX_PADDED, unstack
+from megajax.layers.stack import Stack
 
 
 @dataclasses.dataclass(frozen=True)
