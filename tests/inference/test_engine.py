@@ -622,7 +622,7 @@ def test_generation_stops_at_the_end_of_the_document(engine_of, null_engine):
 
 
 def test_an_empty_prompt_starts_a_document(null_engine):
-    assert null_engine.encode("") == [99]
+    assert null_engine.prompts.encode("") == [99]
     empty, end, *_ = null_engine.generate(["", "99", "1 2", "3", " ".join(map(str, range(20)))], GREEDY)
     assert empty == end
 
@@ -633,7 +633,7 @@ def test_a_stop_text_ends_the_generation_and_is_cut_off(bytes_engine):
     stop = texts[0][5:7]
     with_stop = dataclasses.replace(sampling, stop=("never there", stop))
     assert bytes_engine.generate(prompts, with_stop) == [text.split(stop)[0] for text in texts]
-    tokens = bytes_engine.generate_tokens([bytes_engine.encode(prompt) for prompt in prompts], with_stop)[0]
+    tokens = bytes_engine.generate_tokens([bytes_engine.prompts.encode(prompt) for prompt in prompts], with_stop)[0]
     assert len(tokens) < 40 and stop in bytes_engine.tokenizer.decode(tokens)
 
 

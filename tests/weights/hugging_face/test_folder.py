@@ -436,7 +436,7 @@ def test_prompts_begin_as_the_tokenizer_of_the_folder_says(llama_folder, run_dir
     tokenizer.save(str(folder / "tokenizer.json"))
     engine = Engine.from_run(folder)
     text = engine.tokenizer.encode("hello")
-    assert text[0] != 0 and engine.encode("hello") == [0, *text]
+    assert text[0] != 0 and engine.prompts.encode("hello") == [0, *text]
     assert open_source(run_dir).is_foreign
 
 
