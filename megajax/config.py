@@ -4,6 +4,7 @@ Nothing below this file sees the whole Config; each part receives its own sectio
 """
 
 import dataclasses
+import functools
 import json
 import logging
 import typing
@@ -41,6 +42,12 @@ logger = logging.getLogger("megajax")
 
 KINDS = {"model": MODELS, "task": TASKS}
 """Of the sections whose class is chosen by their field `kind`."""
+
+
+@functools.lru_cache(maxsize=64)
+def _optimizer(config: OptimizerConfig, model: Model) -> Optimizer:
+    """The same one for the same model, so that a search makes few."""
+    return Optimizer(config, model.trained)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +179,7 @@ class Config:
         """
         model = model or self.make_model()
         model.check_divides(self.mesh.sizes())
-        optimizer = Optimizer(self.optimizer, model.trained)
+        optimizer = _optimizer(self.optimizer, model)
         if mesh is None:
             abstract = AbstractMesh(tuple(self.mesh.sizes().values()), AXES)
             return Program(model, self.task, optimizer, abstract, self.mesh, {})

@@ -126,7 +126,7 @@ class BertConfig(ModelConfig):
     def build(self, rngs: nnx.Rngs, dtype: jnp.dtype, execution: ExecutionConfig, stages: Stages | None) -> "Bert":
         return Bert(self, dtype, execution, stages, rngs=rngs)
 
-    def stacks(self, execution: ExecutionConfig) -> Mapping[str, tuple[ResidualLayerConfig, ...]]:
+    def make_stacks(self, execution: ExecutionConfig) -> Mapping[str, tuple[ResidualLayerConfig, ...]]:
         return {"layers": tuple(self._layer_config(number, execution) for number in range(self.num_layers))}
 
     def inputs(self, sequence_length: int, *, packed: bool) -> dict[str, BatchArray]:

@@ -44,7 +44,7 @@ class DecoderConfig(DecoderFields, ModelConfig):
     def build(self, rngs: nnx.Rngs, dtype: jnp.dtype, execution: ExecutionConfig, stages: Stages | None) -> "Decoder":
         return Decoder(self, dtype, execution, stages, rngs=rngs)
 
-    def stacks(self, execution: ExecutionConfig) -> Mapping[str, tuple[ResidualLayerConfig, ...]]:
+    def make_stacks(self, execution: ExecutionConfig) -> Mapping[str, tuple[ResidualLayerConfig, ...]]:
         """The layers of multi-token prediction are stacks of one, because each reads other tokens."""
         found: dict[str, tuple[TransformerLayerConfig, ...]] = {
             "layers": tuple(self._layer_config(number, execution) for number in range(self.num_layers))

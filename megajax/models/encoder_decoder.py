@@ -143,7 +143,7 @@ class EncoderDecoderConfig(ModelConfig):
     ) -> "EncoderDecoder":
         return EncoderDecoder(self, dtype, execution, rngs=rngs)
 
-    def stacks(self, execution: ExecutionConfig) -> Mapping[str, tuple[ResidualLayerConfig, ...]]:
+    def make_stacks(self, execution: ExecutionConfig) -> Mapping[str, tuple[ResidualLayerConfig, ...]]:
         how = (execution.recompute_modules, execution.offload)
         encoder = self._layer(execution, FULL)
         decoder = CrossAttentionLayerConfig(

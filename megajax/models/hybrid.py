@@ -46,7 +46,7 @@ class HybridConfig(DecoderConfig):
     def has_experts(self, number: int) -> bool:
         return self.letter(number) == "E"
 
-    def stacks(self, execution: ExecutionConfig) -> Mapping[str, tuple[SublayerConfig, ...]]:
+    def make_stacks(self, execution: ExecutionConfig) -> Mapping[str, tuple[SublayerConfig, ...]]:
         return {"layers": tuple(self._sublayer(number, execution) for number in range(self.num_layers))}
 
     def _sublayer(self, number: int, execution: ExecutionConfig) -> SublayerConfig:

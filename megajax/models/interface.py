@@ -7,6 +7,7 @@ come from the layers themselves (layers/layer.py), not from the model.
 
 import dataclasses
 import functools
+import types
 import typing
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
@@ -110,9 +111,16 @@ as part of the loss, on all ranks of a pipeline; in speculative decoding each of
 this order."""
 
 
+# A search for a mesh asks for the layers of a few models thousands of times.
+
+
+@functools.lru_cache(maxsize=64)
+def _stacks(config: "ModelConfig", execution: ExecutionConfig) -> Mapping[str, tuple[LayerConfig, ...]]:
+    return types.MappingProxyType(dict(config.make_stacks(execution)))
+
+
 @functools.lru_cache(maxsize=64)
 def _layers(config: "ModelConfig", execution: ExecutionConfig) -> tuple[LayerConfig, ...]:
-    """A search asks for those of a few models thousands of times."""
     others = [role for role in typing.get_args(StackRole) if role != "body"]
     return sum((layers for role in ("body", *others) for layers in config.stacks_of(role, execution).values()), ())
 
@@ -159,7 +167,7 @@ class ModelConfig:
         for layer in layers:
             layer.check(mesh, sequence_length)
 
-    def stacks(self, execution: ExecutionConfig) -> Mapping[str, tuple[LayerConfig, ...]]:
+    def make_stacks(self, execution: ExecutionConfig) -> Mapping[str, tuple[LayerConfig, ...]]:
         """The layers of each stack, by the name of the module's attribute, in the order in which they run."""
         raise NotImplementedError
 
@@ -212,6 +220,10 @@ class ModelConfig:
         return None
 
     # ------------------------------------------------------------------ derived from the methods above
+
+    def stacks(self, execution: ExecutionConfig) -> Mapping[str, tuple[LayerConfig, ...]]:
+        """What `make_stacks` returns."""
+        return _stacks(self, execution)
 
     def layers(self, execution: ExecutionConfig) -> tuple[LayerConfig, ...]:
         """The layers of all stacks, those of the body first."""

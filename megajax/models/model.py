@@ -318,6 +318,14 @@ class Model:
         """Number of layers of all stacks."""
         return len(self.config.layers(self.execution))
 
+    @functools.cached_property
+    def distinct_layers(self) -> dict[LayerConfig, list[int]]:
+        """The numbers, in the layers of all stacks, of those that are the same."""
+        found: dict[LayerConfig, list[int]] = {}
+        for number, layer in enumerate(self.config.layers(self.execution)):
+            found.setdefault(layer, []).append(number)
+        return found
+
     @property
     def layers_run(self) -> tuple[LayerConfig, ...]:
         """The layers that a step runs; one that every rank of a pipeline runs on all tokens, a guessing one, is listed

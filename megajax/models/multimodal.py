@@ -92,9 +92,9 @@ class MultimodalConfig(DecoderConfig):
             for kind, section in self.encoders.items()
         )
 
-    def stacks(self, execution: ExecutionConfig) -> Mapping[str, tuple[ResidualLayerConfig, ...]]:
+    def make_stacks(self, execution: ExecutionConfig) -> Mapping[str, tuple[ResidualLayerConfig, ...]]:
         found = {kind.stack: section.layers(execution, self.init_std) for kind, section in self.encoders.items()}
-        return {**found, **super().stacks(execution)}
+        return {**found, **super().make_stacks(execution)}
 
     def _layer_config(self, number: int, execution: ExecutionConfig) -> TransformerLayerConfig:
         layer = super()._layer_config(number, execution)

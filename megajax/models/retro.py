@@ -67,7 +67,7 @@ class RetroConfig(DecoderConfig):
     def num_branches(self) -> int:
         return 2 * self.num_layers + len(self.reading_layers)
 
-    def stacks(self, execution: ExecutionConfig) -> Mapping[str, tuple[SublayerConfig, ...]]:
+    def make_stacks(self, execution: ExecutionConfig) -> Mapping[str, tuple[SublayerConfig, ...]]:
         """front_layers end with the attention of the first layer that reads neighbours."""
         first = self.reading_layers[0]
         front: list[SublayerConfig] = []

@@ -31,7 +31,7 @@ def optimizer_shardings(
     """NamedSharding for every leaf of `optimizer.init(params)`.
 
     Args:
-        optimizer: only its `init` is used, on shapes, and optimizer.offload_state.
+        optimizer: only its `abstract_state` is used, and optimizer.offload_state.
         abstract_params: nested dict of jax.ShapeDtypeStruct.
         param_shardings: NamedShardings, same structure.
         mesh: the mesh of those shardings.
@@ -61,7 +61,7 @@ def optimizer_shardings(
         is_offloaded = optimizer.config.offload_state and parameter is not None
         return sharding.with_memory_kind("pinned_host") if is_offloaded else sharding
 
-    shardings = jax.tree_util.tree_map_with_path(sharding_for, jax.eval_shape(optimizer.init, abstract_params))
+    shardings = jax.tree_util.tree_map_with_path(sharding_for, optimizer.abstract_state(abstract_params))
     if replicated:
         logger.warning(
             "optimizer state: replicated on every device, because they do not have the shape of a parameter: %s",
@@ -82,24 +82,20 @@ def moment_shardings(
     """
     if not shard_over_data or mesh.shape["data"] == 1:
         return param_shardings
-    kept = []
 
-    def add_data(path, param, sharding: NamedSharding) -> NamedSharding:
+    def add_data(param, sharding: NamedSharding) -> NamedSharding:
         spec = _split_over_data(param.shape, sharding.spec, mesh)
-        if spec is None:
-            kept.append(name_of(path))
-            return sharding
-        return NamedSharding(mesh, spec)
+        return sharding if spec is None else NamedSharding(mesh, spec)
 
-    shardings = jax.tree_util.tree_map_with_path(add_data, abstract_params, param_shardings)
-    if kept:
-        logger.warning(
-            "optimizer.shard_over_data: no dim is divisible by mesh.data=%d for %s; their moments are not split over "
-            "data",
-            mesh.shape["data"],
-            ", ".join(kept),
-        )
-    return shardings
+    return jax.tree.map(add_data, abstract_params, param_shardings)
+
+
+def unsplit_moments(abstract_params: PyTree, param_shardings: PyTree, mesh: Mesh | AbstractMesh) -> list[str]:
+    """Names of the parameters of which no dim divides by the axis data."""
+    params = jax.tree_util.tree_leaves_with_path(abstract_params)
+    specs = [sharding.spec for sharding in jax.tree.leaves(param_shardings)]
+    found = zip(params, specs, strict=True)
+    return [name_of(path) for (path, param), spec in found if _split_over_data(param.shape, spec, mesh) is None]
 
 
 def _split_over_data(shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec | None:

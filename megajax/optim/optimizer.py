@@ -49,6 +49,7 @@ class Optimizer:
         self.config = config
         self.rules = rules_of(records, config.groups, config.name, config.weight_decay)
         """Nested dict of the Rule of each parameter."""
+        self._abstract_states: dict[Any, PyTree] = {}
 
     def transform(self, rules: PyTree) -> optax.GradientTransformation:
         """Gradients to directions: p = p - lr * direction. A subclass may return any transformation of Optax instead.
@@ -68,6 +69,14 @@ class Optimizer:
     def init(self, params: PyTree) -> PyTree:
         """State before the first step: zero moments in optimizer.moments, for any dtype of the parameters."""
         return self.transform(self.rules).init(_float32(params))
+
+    def abstract_state(self, abstract_params: PyTree) -> PyTree:
+        """Shapes and dtypes of what `init` returns, found once: a search for a mesh asks for them hundreds of times."""
+        leaves, structure = jax.tree.flatten(abstract_params)
+        key = structure, *leaves
+        if key not in self._abstract_states:
+            self._abstract_states[key] = jax.eval_shape(self.init, abstract_params)
+        return self._abstract_states[key]
 
     def flops(self, abstract_params: PyTree) -> int:
         """Floating-point operations of the matmuls in one update; only Muon has any."""

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from megajax.data.datasets import Datasets
 from megajax.models.model import Model
-from megajax.planning.memory import memory_per_device, memory_rows
+from megajax.planning.memory import memory_per_device, memory_rows, unsplit_rows
 from megajax.training.config import TrainingConfig
 from megajax.training.program import Program
 from megajax.training.reporting.console import format_count, format_flops, format_number_of
@@ -31,6 +31,7 @@ def startup_rows(program: Program, training: TrainingConfig, datasets: Datasets)
         ("mesh", axes or "one device"),
         ("precision", described_precision(program)),
         *memory_rows(memory, host),
+        *unsplit_rows(program),
         ("batch", f"{training.global_batch_size} x {length} = {format_count(tokens)} tokens per step"),
         *_data_rows(datasets, training.steps),
         ("compiler options", " ".join(f"{name}={value}" for name, value in program.compiler_options.items()) or "none"),

@@ -15,6 +15,7 @@ from megajax.layers.layer import LayerConfig, Saved
 from megajax.mesh.config import MeshConfig
 from megajax.models.model import Model
 from megajax.ops.vocabulary import MAX_CHUNK_BYTES
+from megajax.optim.distributed import unsplit_moments
 from megajax.parallel.schedule import make_table
 from megajax.training.config import TrainingConfig
 from megajax.training.program import Program
@@ -67,6 +68,16 @@ def memory_rows(device: dict[str, int], host: dict[str, int]) -> list[tuple[str,
     return [("bytes per device", kinds(device))] + ([("bytes on its host", kinds(host))] if host else [])
 
 
+def unsplit_rows(program: Program) -> list[tuple[str, str]]:
+    """Rows for Console.card: what optimizer.shard_over_data does not split."""
+    number = program.mesh_config.data
+    if number == 1 or not program.optimizer.config.shard_over_data:
+        return []
+    names = unsplit_moments(program.abstract_state.params, program.shardings.params, program.mesh)
+    found = f"moments of {', '.join(names)}: no dim is divisible by mesh.data={number}"
+    return [("not split over data", found)] if names else []
+
+
 def activation_bytes(
     model: Model, mesh: MeshConfig, training: TrainingConfig, *, on_gpu: bool = True
 ) -> tuple[int, int]:
@@ -85,12 +96,14 @@ def activation_bytes(
     itemsize = np.dtype(model.precision.compute_dtype).itemsize
     batch = training.schedule(mesh)(training.steps)
     tokens = batch.microbatch // mesh.batch_shards * training.sequence_length / mesh.context
-    kept = [_kept_elements(layer, training.sequence_length, mesh) for layer in layers]
-    on_device = [tokens * itemsize * device for device, _ in kept]
+    kept = dict.fromkeys(range(len(layers)), (0.0, 0.0))
+    for layer, numbers in model.distinct_layers.items():
+        kept |= dict.fromkeys(numbers, _kept_elements(layer, training.sequence_length, mesh))
+    on_device = [tokens * itemsize * device for device, _ in kept.values()]
     outside = tokens * itemsize * model.config.activations_outside(training.sequence_length)
-    on_host = sum(tokens * itemsize * host for _, host in kept)
-    working = _working_bytes(model, layers, mesh, training, tokens, itemsize)
-    working += tokens * 4 * _scores(model, layers, training.sequence_length, on_gpu=on_gpu) / mesh.tensor
+    on_host = sum(tokens * itemsize * host for _, host in kept.values())
+    working = _working_bytes(model, mesh, training, tokens, itemsize)
+    working += tokens * 4 * _scores(model, training.sequence_length, on_gpu=on_gpu) / mesh.tensor
     if model.stages is None:
         return int((sum(on_device) + outside) / mesh.tensor + working), int(on_host / mesh.tensor)
     stages = model.stages
@@ -127,12 +140,13 @@ def _kept_elements(layer: LayerConfig, sequence_length: int, mesh: MeshConfig) -
     return count({*saved.on_device, first} - set(saved.on_host)), count(saved.on_host)
 
 
-def _scores(model: Model, layers: tuple[LayerConfig, ...], sequence_length: int, *, on_gpu: bool) -> float:
+@functools.lru_cache(maxsize=64)
+def _scores(model: Model, sequence_length: int, *, on_gpu: bool) -> float:
     """Elements per token of the scores that plain attention materialises at a time."""
     is_plain = not on_gpu or model.precision.compute == "float32"
     found = [
         sum(a.scores for a in layer.activations(sequence_length).values() if is_plain or a.needs_scores)
-        for layer in layers
+        for layer in model.config.layers(model.execution)
     ]
     return max(found, default=0) if model.scans else sum(found)
 
@@ -182,17 +196,16 @@ def check_host_memory(program: Program, training: TrainingConfig) -> None:
         )
 
 
-def _working_bytes(
-    model: Model, layers: tuple[LayerConfig, ...], mesh: MeshConfig, training: TrainingConfig, tokens: float,
-    itemsize: int
-) -> float:  # fmt: skip
-    activations = [layer.activations(training.sequence_length).values() for layer in layers if layer.saved]
+def _working_bytes(model: Model, mesh: MeshConfig, training: TrainingConfig, tokens: float, itemsize: int) -> float:
+    saving = [layer for layer in model.distinct_layers if layer.saved]
+    activations = [layer.activations(training.sequence_length).values() for layer in saving]
     elements = max((sum(a.elements + a.empty(mesh) for a in of_layer) for of_layer in activations), default=0)
     working = elements * tokens * itemsize
     outputs = [parameter for parameter in model.parameters if parameter.is_output]
     output = sum(parameter.computed(mesh.sizes()) for parameter in outputs)
     gathered = (2 * _layer_weights(model, mesh) + output) * itemsize if mesh.weight_shards > 1 else 0
-    logits = min(tokens * output / layers[-1].embed_dim * 4, MAX_CHUNK_BYTES)
+    width = model.config.layers(model.execution)[-1].embed_dim
+    logits = min(tokens * output / width * 4, MAX_CHUNK_BYTES)
     gradient = sum(parameter.computed(mesh.sizes()) for parameter in outputs if parameter.is_trained)
     return working / mesh.tensor + gathered + 4 * gradient + 2 * logits
 

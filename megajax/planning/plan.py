@@ -25,7 +25,14 @@ from megajax.mesh.processes import use_compiler_without_gpu
 from megajax.models.model import Model
 from megajax.parallel.schedule import bubble, make_table
 from megajax.planning.card import described_precision, described_size
-from megajax.planning.memory import activation_bytes, host_memory, memory_per_device, memory_rows, state_bytes
+from megajax.planning.memory import (
+    activation_bytes,
+    host_memory,
+    memory_per_device,
+    memory_rows,
+    state_bytes,
+    unsplit_rows,
+)
 from megajax.planning.step_time import (
     ACTIVATION_PASSES,
     ATTENTION_EFFICIENCY,
@@ -81,7 +88,7 @@ def plan_rows(
     compiles = compiles and device.name in COMPILED_FOR and compat.gpu_compiler_installed()
     memory, host = memory_per_device(program, training)
     rows = _model_rows(model, mesh_config, training, device)
-    rows += [("precision", described_precision(program)), *memory_rows(memory, host)]
+    rows += [("precision", described_precision(program)), *memory_rows(memory, host), *unsplit_rows(program)]
     if compiles:
         mesh = make_mesh(mesh_config, devices_without_gpu(mesh_config.num_devices, device))
         compiled, seconds = compile_step(dataclasses.replace(program, mesh=mesh), training)

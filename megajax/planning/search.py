@@ -100,27 +100,32 @@ class _Estimator:
         """The configurations of a mesh that fit, with their times. The state, which they share, is estimated first: if
         it alone is too large, nothing else is estimated."""
         found = []
-        programs = {}
+        checked = {}
+        """{execution: (config, program)}; what else differs between candidates is the size of a microbatch."""
         state = None
         for candidate in _candidates(config, mesh):
             if state is not None and sum(state[0].values()) > self._usable_bytes:
                 self.num_tried += 1
                 continue
+            training = candidate.training
             try:
-                candidate = candidate.check_on(mesh.num_devices)
-                program = programs.get(candidate.execution) or self._program(candidate)
+                training.check_on(mesh)
+                if candidate.execution not in checked:
+                    of_mesh = candidate.check_on(mesh.num_devices)
+                    checked[candidate.execution] = of_mesh, self._program(of_mesh)
             except ValueError as error:
                 self.refusal = error
                 continue
-            programs[candidate.execution] = program
             self.num_tried += 1
+            of_mesh, program = checked[candidate.execution]
             state = state or state_bytes(program)
-            activations, offloaded = activation_bytes(program.model, mesh, candidate.training)
+            activations, offloaded = activation_bytes(program.model, mesh, training)
+            candidate = dataclasses.replace(of_mesh, training=training)
             estimate = Candidate(candidate, sum(state[0].values()) + activations)
             if self.smallest is None or estimate.bytes < self.smallest.bytes:
                 self.smallest = estimate
             if estimate.bytes <= self._usable_bytes:
-                times = step_times(program, candidate.training, self._device, state[1] | {"activations": offloaded})
+                times = step_times(program, training, self._device, state[1] | {"activations": offloaded})
                 found.append(dataclasses.replace(estimate, step_seconds=times.step))
         return found
 

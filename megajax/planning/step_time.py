@@ -1,6 +1,7 @@
 """Estimated time of a step on a mesh, from FLOPs and bytes alone, for plans and the mesh search."""
 
 import dataclasses
+import functools
 import math
 from collections import defaultdict
 
@@ -123,6 +124,7 @@ def _compute_seconds(program: Program, training: TrainingConfig, num_microbatche
     return tokens * work / device.peak_flops + read_or_written / device.memory_bandwidth
 
 
+@functools.lru_cache(maxsize=64)
 def _activation_passes(model: Model, sequence_length: int, has_pipeline: bool) -> float:
     """Elements read or written per token."""
     layers = model.layers_run
@@ -169,6 +171,7 @@ def _update_bytes(program: Program) -> int:
     return 2 * changed + bytes_per_device(gradients, shardings.params)
 
 
+@functools.lru_cache(maxsize=64)
 def total_flops(model: Model, sequence_length: int) -> Flops:
     """Of a token: forward and backward pass, and what is done again, or on several ranks of a pipeline."""
     repeated = model.layers_run[model.num_layers :]

@@ -54,7 +54,7 @@ def state_shardings(
 def abstract_state(model: Model, optimizer: Optimizer) -> TrainState[jax.ShapeDtypeStruct]:
     scalar = jax.ShapeDtypeStruct((), jnp.int32)
     weights = model.split(model.abstract_weights)
-    state = jax.eval_shape(optimizer.init, weights.params)
+    state = optimizer.abstract_state(weights.params)
     return TrainState(scalar, scalar, *weights, state, jax.eval_shape(lambda: first_loss_scale(model, optimizer)))
 
 

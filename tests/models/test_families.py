@@ -151,8 +151,8 @@ class HybridConfig(DecoderConfig):
 
     kind: Literal["toy_hybrid"] = "toy_hybrid"
 
-    def stacks(self, execution):
-        (layers,) = super().stacks(execution).values()
+    def make_stacks(self, execution):
+        (layers,) = super().make_stacks(execution).values()
         saved = Saved.choose(
             execution.recompute_of(0),
             execution.recompute_modules,
@@ -178,7 +178,7 @@ class TwoStacksConfig(ModelConfig):
     def build(self, rngs, dtype, execution, stages):
         return TwoStacks(self, dtype, execution, rngs=rngs)
 
-    def stacks(self, execution):
+    def make_stacks(self, execution):
         layer = functools.partial(self._layer, execution=execution)
         return {"encoder": (layer(CAUSAL & window(4)),), "decoder": (layer(CAUSAL), layer(CAUSAL))}
 

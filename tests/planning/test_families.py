@@ -64,7 +64,7 @@ class MixtureConfig(DecoderConfig):
     def build(self, rngs, dtype, execution, stages):
         return Decoder(self, dtype, execution, stages, rngs=rngs)
 
-    def stacks(self, execution):
+    def make_stacks(self, execution):
         return {"layers": (ExpertsConfig(),) * self.num_layers}
 
 

@@ -164,3 +164,12 @@ def test_compiled_plan_of_175b_fits_80_gib_within_90_seconds_and_4_gb():
     assert lines["verdict"].startswith("fits")
     assert num_bytes(lines["host memory used by planning"]) < 4e9
     assert seconds < 90
+
+
+def test_moments_that_no_axis_divides_are_named():
+    sizes = ["--mesh.data=3", "--mesh.fsdp=1", "--training.global_batch_size=48", "--optimizer.shard_over_data=True"]
+    rows = rows_of(override(configs.recipe("gpt_tiny"), [*sizes, "--model.mlp_dim=384"]))
+    named = rows["not split over data"]
+    assert named.endswith("no dim is divisible by mesh.data=3") and "attention.query" in named
+    assert "mlp" not in named.replace("mlp_norm", "")
+    assert "not split over data" not in rows_of(configs.recipe("gpt_tiny"))

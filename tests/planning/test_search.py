@@ -7,6 +7,8 @@ import pytest
 
 import configs
 from megajax.cli import train
+from megajax.models.decoder import DecoderConfig
+from megajax.optim.optimizer import Optimizer
 from megajax.overrides import override
 from megajax.planning.plan import plan_device
 from megajax.planning.search import overrides_of, search
@@ -75,6 +77,18 @@ def test_state_that_does_not_fit_is_not_planned_further(monkeypatch):
     monkeypatch.setattr("megajax.planning.search.step_times", fail)
     found = search(configs.recipe("gpt_175b"), 2, plan_device("h100"))
     assert not found.best and found.num_tried > 50 and found.smallest.bytes > 1e12
+
+
+def test_layers_and_optimizer_state_are_made_a_few_times_for_many_meshes(monkeypatch):
+    """A search of 1,024 GPUs for gpt_175b makes thousands of configurations."""
+    made = []
+    make_stacks, init = DecoderConfig.make_stacks, Optimizer.init
+    monkeypatch.setattr(DecoderConfig, "make_stacks", lambda *args: made.append("layers") or make_stacks(*args))
+    monkeypatch.setattr(Optimizer, "init", lambda *args: made.append("state") or init(*args))
+    config = override(configs.recipe("gpt3_7b"), ["--model.num_layers=5", "--model.num_kv_heads=4"])
+    found = search(config, 16, plan_device("h100"))
+    assert len(found.best) > 30 and found.num_tried > 200
+    assert made.count("layers") < 8 and made.count("state") < 40
 
 
 @pytest.mark.parametrize("words, message", [

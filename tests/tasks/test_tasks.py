@@ -158,10 +158,10 @@ class SeeingConfig(DecoderConfig):
             num_layers=1, embed_dim=8, num_heads=2, mlp_dim=16, vocab_size=VOCAB, position="none", init_std=0.2
         )
 
-    def stacks(self, execution):
+    def make_stacks(self, execution):
         ((layer,),) = self.tower.stacks(execution).values()
         layer = dataclasses.replace(layer, attention=dataclasses.replace(layer.attention, mask=FULL))
-        return {"tower": (layer,)} | super().stacks(execution)
+        return {"tower": (layer,)} | super().make_stacks(execution)
 
     @property
     def stack_roles(self):

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from joined import arrays_of
 from megajax.checkpoint import piecewise
 from megajax.checkpoint.config import CheckpointConfig
 from megajax.checkpoint.piecewise import StoredParams
@@ -401,8 +402,7 @@ def test_what_megatron_wrote_is_imported_bit_for_bit(kind, recorded, tmp_path):
     run_dir = tmp_path / "run"
     checkpoint, config = import_checkpoint(recorded / kind, run_dir)
     assert (checkpoint.iteration, config.model) == (7, LLAMA_MODEL)
-    engine = Engine.from_run(run_dir)
-    found = from_megajax(engine.model.stacked(engine.params), config.model)
+    found = from_megajax(arrays_of(Engine.from_run(run_dir).params, config.model), config.model)
     whole = np.load(recorded / "whole.npz")
     assert sorted(found) == sorted(whole)
     for name, array in found.items():
