@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from megajax.figures.drawings import new_figure, save
+from megajax.training.reporting.console import format_count
 
 
 def bars(path: str, groups: Mapping[str, Sequence[tuple[str, float, str, str]]]) -> None:
@@ -48,4 +49,37 @@ def lines_and_dots(
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.legend()
+    save(figure, path)
+
+
+GROWTH = {
+    "step_seconds": "step, planned (s)",
+    "bytes_per_gpu": "memory per GPU, planned (GiB)",
+    "compile_seconds": "compiling for H100 (s)",
+    "start_seconds": "start of a tiny model on CPU (s)",
+}
+
+
+def growth(path: str, series: Sequence[Mapping]) -> None:
+    """A row for each series and a column for each quantity of GROWTH, both axes logarithmic; dotted: proportional to
+    what grows. series: as benchmarks/growth.py records them."""
+    figure = new_figure(11, 2.1 * len(series))
+    for parts, one in zip(figure.subfigures(len(series), squeeze=False).flat, series, strict=True):
+        parts.suptitle(one["title"], fontsize="medium", fontweight="bold", x=0.01, ha="left")
+        for axes, (name, label) in zip(parts.subplots(1, len(GROWTH)), GROWTH.items(), strict=True):
+            scale = 2**30 if name == "bytes_per_gpu" else 1
+            points = [(int(value), row[name] / scale) for value, row in one["rows"].items() if name in row]
+            axes.set_title(label, fontsize="small")
+            if not points:
+                axes.set_visible(False)
+                continue
+            x, y = zip(*points, strict=True)
+            axes.plot(x, y, "o-", markersize=3)
+            axes.plot((x[0], x[-1]), (y[0], y[0] * x[-1] / x[0]), ":", color="grey", linewidth=1)
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.xaxis.set_major_formatter(lambda value, _: format_count(value))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.tick_params(labelsize="x-small", which="both")
+            axes.grid(alpha=0.3)
     save(figure, path)
