@@ -39,6 +39,7 @@ from megajax.planning.step_time import (
     EXPERT_WEIGHT_BYTES,
     FP8_EFFICIENCY,
     GPUS_PER_HOST,
+    HOP_SECONDS,
     HOST_BANDWIDTH,
     LINK_EFFICIENCY,
     MATMUL_EFFICIENCY,
@@ -260,7 +261,7 @@ def _assumptions(device: Device, model: Model, *, has_host: bool, sends_to_exper
         f"{model.precision.compute} peak, {device.peak_flops / 1e12:.0f} TFLOP/s",
         f"{ACTIVATION_PASSES} reads or writes of each activation at {device.memory_bandwidth / 1e12:.2f} TB/s",
         f"{LINK_EFFICIENCY * device.link_bandwidth / 1e9:.0f} GB/s inside a host of {GPUS_PER_HOST}, "
-        f"{NETWORK_BANDWIDTH / 1e9:.0f} GB/s per GPU between hosts",
+        f"{NETWORK_BANDWIDTH / 1e9:.0f} GB/s per GPU between hosts, and {1e6 * HOP_SECONDS:.0f} us from host to host",
         "communication of fsdp, data and ring overlaps with compute and slows it; that of tensor, pipeline, gathers "
         "and all-to-all over context does not overlap",
     ]

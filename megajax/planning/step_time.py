@@ -44,6 +44,8 @@ LINK_EFFICIENCY = 0.8  # of the datasheet's bandwidth inside a host, for collect
 HIDDEN_COST = 0.5
 NETWORK_BANDWIDTH = 50e9  # bytes/s per GPU, one direction: 400 Gb/s InfiniBand
 GPUS_PER_HOST = 8
+# From host to host, of each step of a ring or a tree: NCCL's own figure (hwLatencies in its src/graph/tuning.cc).
+HOP_SECONDS = 14e-6
 HOST_BANDWIDTH = 50e9  # bytes/s per GPU, one direction: achievable over PCIe 5 x16
 
 
@@ -54,6 +56,8 @@ class Traffic:
     axis: str
     bytes: float
     hidden: bool
+    num_hops: float = 0.0
+    """From host to host, one after the other, of all its collectives."""
     seconds: float = 0.0
 
 
@@ -89,7 +93,7 @@ def step_times(program: Program, training: TrainingConfig, device: Device, host:
     flops_of_update = program.optimizer.flops(program.abstract_state.params) / mesh.num_devices
     update += flops_of_update / MATMUL_EFFICIENCY / device.peak_flops
     traffic = tuple(
-        dataclasses.replace(t, seconds=t.bytes / _bandwidth(t.axis, mesh, device))
+        dataclasses.replace(t, seconds=t.bytes / _bandwidth(t.axis, mesh, device) + t.num_hops * HOP_SECONDS)
         for t in _traffic(model, mesh, training)
         if t.bytes
     )
@@ -199,6 +203,7 @@ def _traffic(model: Model, mesh: MeshConfig, training: TrainingConfig) -> list[T
 
     itemsize = jnp.dtype(model.precision.compute_dtype).itemsize
     weights = _weight_traffic(model, mesh, batch.num_microbatches, itemsize)
+    hops = _weight_hops(model, mesh, batch.num_microbatches)
     tokens = batch.microbatch / mesh.batch_shards * training.sequence_length / mesh.context
     sent: dict[str, float] = defaultdict(float)
     for layer in layers:
@@ -215,7 +220,7 @@ def _traffic(model: Model, mesh: MeshConfig, training: TrainingConfig) -> list[T
     messages = 2 * mesh.virtual_stages + 4 * 2 * ring(mesh.pipeline) if mesh.pipeline > 1 else 0
     hidden = {"context": model.execution.context_attention == "ring"}  # keys are sent during the attention
     return [
-        *(Traffic(axis, count, hidden=True) for axis, count in weights.items()),
+        *(Traffic(axis, count, True, hops.get(axis, 0.0)) for axis, count in weights.items()),
         *(Traffic(axis, count, hidden.get(axis, False)) for axis, count in layer_traffic.items()),
         Traffic("pipeline", batch.num_microbatches * messages * residual, hidden=False),
     ]
@@ -241,6 +246,21 @@ def _weight_traffic(model: Model, mesh: MeshConfig, num_microbatches: int, items
             if name not in axes:
                 sent[name] += 2 * (sizes[name] - 1) / sizes[name] * shard_size * gradient
     return sent
+
+
+def _weight_hops(model: Model, mesh: MeshConfig, num_microbatches: int) -> dict[str, float]:
+    """{mesh axis: Traffic.num_hops} of the same collectives. Weights of a layer are gathered and their gradients
+    scattered along a ring of hosts, and gradients are summed over `data` and `expert` along a tree, as NCCL does."""
+    layers = model.num_layers / mesh.pipeline
+    rings = {"fsdp": 3 * num_microbatches * layers * (_num_hosts("fsdp", mesh) - 1)}
+    return rings | {axis: 2 * layers * math.log2(_num_hosts(axis, mesh)) for axis in ("data", "expert")}
+
+
+def _num_hosts(axis: str, mesh: MeshConfig) -> int:
+    """Hosts that have devices of one group along an axis."""
+    sizes = list(mesh.sizes().items())
+    inner = math.prod(size for _, size in sizes[[name for name, _ in sizes].index(axis) + 1 :])
+    return -(-mesh.sizes()[axis] * inner // max(GPUS_PER_HOST, inner))
 
 
 def _bandwidth(axis: str, mesh: MeshConfig, device: Device) -> float:

@@ -1,5 +1,6 @@
 """Times of --plan against the steps that were measured."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -7,9 +8,10 @@ import pytest
 
 import configs
 from benchmarks.estimates import estimates, summary
+from megajax.mesh.config import MeshConfig
 from megajax.overrides import override
 from megajax.planning.plan import plan_device
-from megajax.planning.step_time import step_times
+from megajax.planning.step_time import HOP_SECONDS, NETWORK_BANDWIDTH, step_times
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,3 +86,25 @@ def test_fp8_is_rated_at_its_own_peak_and_emulated_formats_as_slower():
     }  # fmt: skip
     # Of 8 layers with 218 million weights each, 1 byte instead of 2 in both passes, of which 7/8 are sent.
     assert gathered["bf16"] - gathered["fp8"] == pytest.approx(2 * 8 * 218.1e6 * 7 / 8, rel=0.001)
+
+
+@pytest.mark.parametrize("mesh, hops", [
+    (dict(fsdp=8), {"fsdp": 0}),
+    (dict(fsdp=32), {"fsdp": 3 * 3}),
+    (dict(fsdp=4, tensor=8), {"fsdp": 3 * 3}),
+    (dict(data=16, fsdp=8), {"fsdp": 0, "data": 2 * 4}),
+    (dict(pipeline=4, data=2, fsdp=16), {"fsdp": 3 * 1 / 4, "data": 2 * 1 / 4}),
+])  # fmt: skip
+def test_a_collective_waits_for_its_hosts_one_after_the_other(mesh, hops):
+    """Of a layer: two gathers of its weights and a scatter of its gradients in a ring, one sum of them in a tree."""
+    config = override(configs.recipe("gpt3_7b"), ["--training.global_batch_size=128", "--training.microbatch_size=1"])
+    config = dataclasses.replace(config, mesh=MeshConfig(**mesh)).for_plan()
+    program = config.make_program()
+    num_microbatches = config.training.schedule(config.mesh)(1).num_microbatches
+    traffic = {one.axis: one for one in step_times(program, config.training, plan_device("h100"), {}).traffic}
+    for axis, wanted in hops.items():
+        found = traffic[axis]
+        times = num_microbatches if axis == "fsdp" else 1
+        assert found.num_hops / program.model.num_layers == pytest.approx(wanted * times)
+        bandwidth = found.bytes / (found.seconds - found.num_hops * HOP_SECONDS)
+        assert bandwidth == pytest.approx(NETWORK_BANDWIDTH if found.num_hops else 360e9)
