@@ -1,9 +1,12 @@
 """The benchmarks' figures, as matplotlib draws them (pip install -e ".[plot]")."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from megajax.figures.drawings import new_figure, save
-from megajax.training.reporting.console import format_count
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def bars(path: str, groups: Mapping[str, Sequence[tuple[str, float, str, str]]]) -> None:
@@ -61,25 +64,33 @@ GROWTH = {
 
 
 def growth(path: str, series: Sequence[Mapping]) -> None:
-    """A row for each series and a column for each quantity of GROWTH, both axes logarithmic; dotted: proportional to
-    what grows. series: as benchmarks/growth.py records them."""
+    """A row for each series and a column for each quantity of GROWTH, both axes logarithmic; dotted: in proportion to
+    what grows, or to its inverse. series: as benchmarks/growth.py records them."""
     figure = new_figure(11, 2.1 * len(series))
     for parts, one in zip(figure.subfigures(len(series), squeeze=False).flat, series, strict=True):
         parts.suptitle(one["title"], fontsize="medium", fontweight="bold", x=0.01, ha="left")
         for axes, (name, label) in zip(parts.subplots(1, len(GROWTH)), GROWTH.items(), strict=True):
             scale = 2**30 if name == "bytes_per_gpu" else 1
             points = [(int(value), row[name] / scale) for value, row in one["rows"].items() if name in row]
-            axes.set_title(label, fontsize="small")
-            if not points:
-                axes.set_visible(False)
-                continue
-            x, y = zip(*points, strict=True)
-            axes.plot(x, y, "o-", markersize=3)
-            axes.plot((x[0], x[-1]), (y[0], y[0] * x[-1] / x[0]), ":", color="grey", linewidth=1)
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
-            axes.xaxis.set_major_formatter(lambda value, _: format_count(value))
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.tick_params(labelsize="x-small", which="both")
-            axes.grid(alpha=0.3)
+            axes.set_visible(len(points) > 1)
+            if len(points) > 1:
+                _draw_growth(axes, *zip(*points, strict=True))
+                axes.set_title(label, fontsize="small")
     save(figure, path)
+
+
+def _draw_growth(axes: "Axes", x: tuple[int, ...], y: tuple[float, ...]) -> None:
+    axes.plot(x, y, "o-", markersize=3)
+    ratio = x[-1] / x[0] if y[-1] > y[0] / 2 else x[0] / x[-1]
+    axes.plot((x[0], x[-1]), (y[0], y[0] * ratio), ":", color="grey", linewidth=1)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_ylim(min(y) / 2, max(y) * 2)
+    axes.set_xticks(x, [f"{value // 1024}k" if value >= 1024 and value % 1024 == 0 else str(value) for value in x])
+    axes.set_xticks([], minor=True)
+    ticks = [power * digit for power in (0.01, 0.1, 1, 10, 100, 1000) for digit in (1, 3)]
+    axes.set_yticks([tick for tick in ticks if min(y) / 2 <= tick <= max(y) * 2])
+    axes.set_yticks([], minor=True)
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.tick_params(labelsize="x-small")
+    axes.grid(alpha=0.3)

@@ -2,7 +2,7 @@
 
 Prints a table. Each row has the model, the GPUs, the batch and the sequence of a published run, in the number format of
 that run; the mesh, the microbatch size and the recomputation are those that `--plan=search:N` finds. A prediction is no
-measurement: docs/growth.md says what it assumes.
+measurement: docs/growth.md says what it assumes, and where the published numbers are.
 """
 
 import dataclasses
@@ -18,9 +18,6 @@ LLAMA_405B = {
     "model.mlp_dim": 53248,
 }  # fmt: skip
 FP8 = {"precision.recipe": "fp8"}
-DGXC = "[dgxc-benchmarking](https://github.com/NVIDIA/dgxc-benchmarking) 25.04"
-TITAN = "[torchtitan](https://github.com/pytorch/torchtitan/tree/main/benchmarks)"
-BRIDGE = "[Megatron-Bridge](https://github.com/NVIDIA-NeMo/Megatron-Bridge) 25.11"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,15 +46,15 @@ class Run:
 
 
 RUNS = (
-    Run("Llama-3 8B, bf16", "llama3_8b", 8, 128, 8192, {f"NeMo, {DGXC}": 10_682}),
-    Run("Llama-3 8B, bf16", "llama3_8b", 8, 16, 8192, {f"{TITAN}, H100 of 500 W": 6_667}),
-    Run("Llama-3 8B, FP8", "llama3_8b", 8, 128, 8192, {BRIDGE: 14_451, f"NeMo, {DGXC}": 14_049}, FP8),
-    Run("Llama-3 70B, bf16", "llama3_70b", 128, 256, 8192, {f"NeMo, {DGXC}": 1_117, f"MaxText, {DGXC}": 1_053}),
-    Run("Llama-3 70B, FP8", "llama3_70b", 128, 256, 8192, {f"MaxText, {DGXC}": 1_806, f"NeMo, {DGXC}": 1_647}, FP8),
-    Run("Llama-3 405B, bf16", "llama3_70b", 512, 256, 8192, {f"NeMo, {DGXC}": 207}, LLAMA_405B),
-    Run("Llama-3 405B, FP8", "llama3_70b", 512, 256, 8192, {f"NeMo, {DGXC}": 331}, LLAMA_405B | FP8),
-    Run("GPT-3 175B, bf16", "gpt_175b", 128, 256, 2048, {f"NeMo, {DGXC}": 493}),
-    Run("GPT-3 175B, FP8", "gpt_175b", 128, 256, 2048, {f"NeMo, {DGXC}": 728, f"PaxML, {DGXC}": 548}, FP8),
+    Run("Llama-3 8B, bf16", "llama3_8b", 8, 128, 8192, {"NeMo": 10_682}),
+    Run("Llama-3 8B, bf16", "llama3_8b", 8, 16, 8192, {"torchtitan": 6_667}),
+    Run("Llama-3 8B, FP8", "llama3_8b", 8, 128, 8192, {"Megatron-Bridge": 14_451, "NeMo": 14_049}, FP8),
+    Run("Llama-3 70B, bf16", "llama3_70b", 128, 256, 8192, {"NeMo": 1_117, "MaxText": 1_053}),
+    Run("Llama-3 70B, FP8", "llama3_70b", 128, 256, 8192, {"MaxText": 1_806, "NeMo": 1_647}, FP8),
+    Run("Llama-3 405B, bf16", "llama3_70b", 512, 256, 8192, {"NeMo": 207}, LLAMA_405B),
+    Run("Llama-3 405B, FP8", "llama3_70b", 512, 256, 8192, {"NeMo": 331}, LLAMA_405B | FP8),
+    Run("GPT-3 175B, bf16", "gpt_175b", 128, 256, 2048, {"NeMo": 493}),
+    Run("GPT-3 175B, FP8", "gpt_175b", 128, 256, 2048, {"NeMo": 728, "PaxML": 548}, FP8),
 )
 
 
