@@ -100,8 +100,7 @@ class _Estimator:
         """The configurations of a mesh that fit, with their times. The state, which they share, is estimated first: if
         it alone is too large, nothing else is estimated."""
         found = []
-        checked = {}
-        """{execution: (config, program)}; what else differs between candidates is the size of a microbatch."""
+        checked = {}  # {execution: (config, program)}; what else differs between candidates is the microbatch size
         state = None
         for candidate in _candidates(config, mesh):
             if state is not None and sum(state[0].values()) > self._usable_bytes:
