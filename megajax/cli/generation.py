@@ -177,11 +177,6 @@ def read_images(engine: "Engine", paths: Sequence[str]) -> "list[PromptImage]":
     return [engine.prompts.read_image(Path(path).read_bytes(), f"image={path}") for path in paths]
 
 
-def _encoded(engine: "Engine", prompt: str, images: "Sequence[PromptImage]") -> list[int]:
-    prompts = engine.prompts
-    return prompts.encode_with_images(prompt, len(images)) if images else prompts.encode(prompt)
-
-
 def print_texts(
     engine: "Engine", prompts: Sequence[str], sampling: Sampling, images: "Sequence[PromptImage]" = ()
 ) -> None:
@@ -191,7 +186,7 @@ def print_texts(
     is_finished = [False] * len(prompts)
     shown = 0  # number of the text that is being printed
     printed = 0  # its characters so far
-    encoded = [_encoded(engine, prompt, images) for prompt in prompts]
+    encoded = [engine.prompts.encode(prompt, len(images)) for prompt in prompts]
     for number, output in _outputs(engine, encoded, sampling, images):
         texts[number] += output.text
         is_finished[number] = output.finish_reason is not None
@@ -213,7 +208,7 @@ def write_records(
     images: "Sequence[PromptImage]" = (),
 ) -> None:
     """A line of JSON for each prompt, in their order, as soon as it and those before it have finished."""
-    encoded = [_encoded(engine, prompt, images) for prompt in prompts]
+    encoded = [engine.prompts.encode(prompt, len(images)) for prompt in prompts]
     records: list[dict[str, Any]] = [
         {"prompt": prompt, "text": "", "finish_reason": None, "prompt_tokens": len(tokens), "tokens": 0}
         for prompt, tokens in zip(prompts, encoded, strict=True)

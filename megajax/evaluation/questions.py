@@ -107,7 +107,7 @@ def _run(engine: Engine, numbers: dict, texts: list[str]) -> None:
 def _tokens(model: TextModel, template: ChatTemplate | None, text: str, num_images: int) -> list[int]:
     engine = model.engine
     if template is None:
-        return engine.prompts.encode_with_images(text, num_images) if num_images else engine.prompts.encode(text)
+        return engine.prompts.encode(text, num_images)
     content = [*[{"type": "image"}] * num_images, {"type": "text", "text": text}] if num_images else text
     rendered = template.render([{"role": "user", "content": content}], add_generation_prompt=True)
     return model.tokenizer.encode_template(rendered)

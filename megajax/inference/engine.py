@@ -1,8 +1,9 @@
 """Generates text with a model: many requests at once, which come and go (continuous batching).
 
-Keys and values are in pages (inference/scheduling/pages.py), the scheduler decides what a call of the device computes
-(inference/scheduling/scheduler.py), the executor runs it (inference/device/executor.py), and its results become outputs
-(inference/results.py). One thread owns an engine: it submits requests and calls `step` until there is no work.
+Texts and images become prompts (inference/prompts.py), keys and values are in pages (inference/scheduling/pages.py).
+The scheduler decides what a call of the device computes (inference/scheduling/scheduler.py), the executor runs it
+(inference/device/executor.py), and its results become outputs (inference/results.py). One thread owns an engine: it
+submits requests and calls `step` until there is no work.
 """
 
 import functools

@@ -53,8 +53,14 @@ class Prompts:
 
     # ------------------------------------------------------------------ texts
 
-    def encode(self, prompt: str) -> list[int]:
-        """The tokens of a prompt; for an empty one, the end-of-document token."""
+    def encode(self, prompt: str, num_images: int = 0) -> list[int]:
+        """The tokens of a prompt; for an empty one, the end-of-document token.
+
+        num_images: stand where the text marks their places (image_text), or before it. Raises ValueError for another
+        number of marks, and for images that the model does not read.
+        """
+        if num_images:
+            return self._encode_with_images(prompt, num_images)
         end = self.tokenizer.eod_id
         ids = [*self.start_ids, *self.tokenizer.encode(prompt)]
         if not ids and end is None:
@@ -114,9 +120,7 @@ class Prompts:
         """As a ChatTemplate takes them."""
         return {} if self.image_token is None else {"image": self.image_token}
 
-    def encode_with_images(self, prompt: str, num_images: int) -> list[int]:
-        """The tokens of a prompt with images: where its text marks their places (image_text), or before it. Raises
-        ValueError for another number of marks, and for a model that reads no images."""
+    def _encode_with_images(self, prompt: str, num_images: int) -> list[int]:
         if self.image_token is None:
             raise ValueError("the model has no token that stands for an image; give a prompt without images")
         marker, text = image_text(self.image_token)

@@ -19,11 +19,8 @@ class Prompts:
     def read_image(self, data, name):
         return PIL.open(io.BytesIO(data)).getpixel((0, 0))[0]
 
-    def encode(self, text):
-        return list(text.encode())
-
-    def encode_with_images(self, text, num_images):
-        return [257] * num_images + self.encode(text)
+    def encode(self, text, num_images):
+        return [257] * num_images + list(text.encode())
 
 
 class Engine:

@@ -108,7 +108,7 @@ class Bytes:
     def tokenizer(self):
         return self
 
-    def encode(self, text):
+    def encode(self, text, num_images=0):
         return list(text.encode())
 
     encode_template = encode
