@@ -6,13 +6,13 @@ NaViT), and a position attends to those of its view (media/rows.py).
 """
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from megajax.fields.ranges import MAY_CHANGE, Epsilon, NonNegativeInt, PositiveInt
+from megajax.fields.ranges import MAY_CHANGE, Epsilon, NonNegativeInt, PositiveInt, Range
 from megajax.layers.attention.multi_head import AttentionConfig
 from megajax.layers.feed_forward.mlp import MlpConfig
 from megajax.layers.layer import Activation, Flops
@@ -34,7 +34,7 @@ class ModalityConfig:
     """Base of the section of a modality; with num_layers=0 the model does not read it. A derived class has the
     properties that raise here."""
 
-    num_layers: NonNegativeInt = 0
+    num_layers: Annotated[int, Range(at_least=0, at_most=10_000)] = 0
     """Transformer layers; 0: the model has no such encoder."""
     embed_dim: PositiveInt = 1024
     """Width of the encoder."""

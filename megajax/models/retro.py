@@ -9,14 +9,14 @@ So that this is a place between two stacks, every layer of this family is one br
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from megajax.fields.ranges import NonNegativeInt, PositiveInt
+from megajax.fields.ranges import NonNegativeInt, PositiveInt, Range
 from megajax.layers.chunked_cross_attention import BlockAttention, BlockAttentionConfig
 from megajax.layers.dropout import DropoutKey, dropout
 from megajax.layers.feed_forward.mlp import Mlp, MlpConfig
@@ -48,7 +48,7 @@ class RetroConfig(DecoderConfig):
     retrieval_layers: tuple[NonNegativeInt, ...] = ()
     """Layers that read neighbours, ascending; empty: as in Megatron, every third from number 5, or 8 with more than 15
     layers, counted from 0."""
-    encoder_layers: PositiveInt = 2
+    encoder_layers: Annotated[int, Range(at_least=1, at_most=10_000)] = 2
     """Layers of the encoder of neighbours, the first of which attends to the chunk."""
 
     def build(self, rngs: nnx.Rngs, dtype: jnp.dtype, execution: ExecutionConfig, stages: Stages | None) -> "Retro":

@@ -20,6 +20,7 @@ from megajax.layers.recurrent.mamba import MambaConfig
 from megajax.mesh.config import MeshConfig
 from megajax.models.interface import MODELS
 from megajax.models.model import Model
+from megajax.models.tower import TowerConfig
 from megajax.parallel.schedule import make_stages
 from megajax.planning.memory import memory_per_device
 from megajax.planning.plan import plan_device
@@ -47,6 +48,10 @@ OTHERS = {
         delta_net=DeltaNetConfig(value_head_dim=8),
     ),
     "t5": dict(num_decoder_layers=2, head_dim=4, decoder_length=8),
+    "retro": dict(retrieval_layers=(1,), chunk_length=16),
+    "multimodal": dict(
+        position="rope", image_token=50, vision=TowerConfig(num_layers=1, embed_dim=16, num_heads=2, mlp_dim=32)
+    ),
 }
 
 
