@@ -2,8 +2,8 @@
 
     python -m benchmarks.growth --output=growth.json --plot=growth.svg
 
-A step's time and its memory per GPU are those of --plan (docs/memory.md says how far they are from what was measured),
-for H100. Measured on this machine are the time to trace and compile the step for H100, where the CUDA wheels are
+A step's time and its memory per GPU are those of --plan, for H100 (the README says how far its times are from measured
+ones). Measured on this machine are the time to trace and compile the step for H100, where the CUDA wheels are
 installed, and the start of train.py on virtual CPU devices, without a cache, up to the end of the first step of a model
 of width 64. The points of a series differ in what it is named after, and in the sizes that follow from it.
 """

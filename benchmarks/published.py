@@ -10,7 +10,7 @@ import dataclasses
 import megajax
 from benchmarks.command_line import only, run
 from megajax.planning.plan import plan_device
-from megajax.planning.search import overrides_of, search
+from megajax.planning.search import search
 
 H100 = plan_device("h100")
 LLAMA_405B = {
@@ -38,8 +38,7 @@ class Run:
         config = megajax.recipe(self.recipe, sizes | self.overrides).with_steps()
         best = search(config, self.num_gpus, H100).best[0]
         rate = self.batch_size * self.length / best.step_seconds / self.num_gpus
-        axes = [word for word in overrides_of(config, best.config) if word.startswith("--mesh.")]
-        mesh = ", ".join(word.removeprefix("--mesh.").replace("=", " ") for word in axes)
+        mesh = ", ".join(f"{axis} {size}" for axis, size in best.config.mesh.sizes().items() if size > 1)
         others = "; ".join(f"{who} {speed:,.0f}" for who, speed in self.tokens_per_second.items())
         size = f"{self.num_gpus}, {self.batch_size} x {self.length}"
         return [self.model, size, others, f"{rate:,.0f}", f"{mesh}; recompute {best.config.execution.recompute}"]

@@ -66,6 +66,7 @@ PositiveInt = Annotated[int, Range(at_least=1)]
 NonNegativeInt = Annotated[int, Range(at_least=0)]
 PositiveFloat = Annotated[float, Range(above=0)]
 NonNegativeFloat = Annotated[float, Range(at_least=0)]
+NumLayers = Annotated[int, Range(at_least=1, at_most=10_000)]
 Probability = Annotated[float, Range(at_least=0, at_most=1)]
 DropRate = Annotated[float, Range(at_least=0, below=1)]
 # Far above any value in use, so that a mistyped one is refused.

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from megajax.fields.ranges import MAY_CHANGE, DropRate, Epsilon, InitStd, PositiveInt, Range, VocabMultiple
+from megajax.fields.ranges import MAY_CHANGE, DropRate, Epsilon, InitStd, NumLayers, PositiveInt, Range, VocabMultiple
 from megajax.layers.attention.multi_head import AttentionConfig
 from megajax.layers.dropout import DropoutKey, dropout
 from megajax.layers.feed_forward.mlp import MlpConfig
@@ -44,7 +44,7 @@ Head = Literal["masked_lm", "sequence_classification", "token_classification", "
 class BertConfig(ModelConfig):
     kind: Literal["bert"] = "bert"
     """The family of the model."""
-    num_layers: Annotated[int, Range(at_least=1, at_most=10_000)] = 12
+    num_layers: NumLayers = 12
     """Transformer layers."""
     embed_dim: PositiveInt = 768
     """Width of the residual stream."""

@@ -11,6 +11,7 @@ from megajax.fields.ranges import (
     Epsilon,
     InitStd,
     Multiplier,
+    NumLayers,
     PositiveFloat,
     PositiveInt,
     Range,
@@ -36,7 +37,7 @@ class DecoderFields:
 
     kind: str = "decoder"
     """The family of the model."""
-    num_layers: Annotated[int, Range(at_least=1, at_most=10_000)] = 12
+    num_layers: NumLayers = 12
     """Transformer layers."""
     pattern: str = ""
     """Which layers have a window (w), full attention (f) or no rotary embedding (n), and which are dense (d) or have

@@ -21,7 +21,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from megajax.fields.ranges import MAY_CHANGE, DropRate, Epsilon, InitStd, Multiplier, PositiveInt, Range, VocabMultiple
+from megajax.fields.ranges import (
+    MAY_CHANGE,
+    DropRate,
+    Epsilon,
+    InitStd,
+    Multiplier,
+    NumLayers,
+    PositiveInt,
+    Range,
+    VocabMultiple,
+)
 from megajax.layers.attention.multi_head import AttentionConfig
 from megajax.layers.attention.relative_position import RelativeBias, RelativeBiasConfig
 from megajax.layers.cross_attention import CrossAttentionLayerConfig, CrossCache
@@ -48,9 +58,9 @@ from megajax.parameters import weight
 class EncoderDecoderConfig(ModelConfig):
     kind: Literal["t5"] = "t5"
     """The family of the model."""
-    num_layers: Annotated[int, Range(at_least=1, at_most=10_000)] = 12
+    num_layers: NumLayers = 12
     """Layers of the encoder."""
-    num_decoder_layers: Annotated[int, Range(at_least=1, at_most=10_000)] | None = None
+    num_decoder_layers: NumLayers | None = None
     """Layers of the decoder; None: as many as the encoder has."""
     embed_dim: PositiveInt = 768
     """Width of the residual stream."""

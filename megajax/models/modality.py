@@ -159,8 +159,8 @@ class ModalityConfig:
         if self.block_size % self.merged:
             name = f"{prefix}{self.kind.values}"
             raise ValueError(
-                f"{name}={self.block_size} is no multiple of the {self.merged} {self.kind.values} that become one "
-                f"token; use {name}={-(-self.block_size // self.merged) * self.merged}"
+                f"{name}={self.block_size} is no multiple of the {self.merged} {self.kind.values} that are merged "
+                f"into one token; use {name}={-(-self.block_size // self.merged) * self.merged}"
             )
         if tuple(sorted(set(self.deep_layers))) != self.deep_layers or max(self.deep_layers, default=0) >= max(
             self.num_layers, 1

@@ -48,7 +48,7 @@ class RetroConfig(DecoderConfig):
     retrieval_layers: tuple[NonNegativeInt, ...] = ()
     """Layers that read neighbours, ascending; empty: as in Megatron, every third from number 5, or 8 with more than 15
     layers, counted from 0."""
-    encoder_layers: Annotated[int, Range(at_least=1, at_most=10_000)] = 2
+    encoder_layers: Annotated[int, Range(at_least=1, at_most=100)] = 2
     """Layers of the encoder of neighbours, the first of which attends to the chunk."""
 
     def build(self, rngs: nnx.Rngs, dtype: jnp.dtype, execution: ExecutionConfig, stages: Stages | None) -> "Retro":
