@@ -96,9 +96,14 @@ class Linear(Matrix):
 
     def changed(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """The product of x, from that with `multiplied()`."""
-        for transform in self.transforms[self._num_merged :]:
+        for transform in self.applied:
             y = transform.output(self, x, y)
         return y
+
+    @property
+    def applied(self) -> tuple[Transform, ...]:
+        """The transforms that `changed` applies."""
+        return self.transforms[self._num_merged :]
 
     @property
     def is_multiplied_as_stored(self) -> bool:
@@ -153,6 +158,35 @@ class SideBySide(NamedTuple):
     axis: int
 
 
+class _Joined(NamedTuple):
+    """Products of several Linears, or what is beside them, side by side: the outputs are the last dims."""
+
+    linears: Sequence[Linear]
+    outputs: tuple[int, ...]
+    """What those of each are reshaped to, with -1 at `axis`."""
+    axis: int
+
+    def join(self, arrays: Sequence[jax.Array]) -> jax.Array:
+        """Arrays [..., *N] of each."""
+        return jnp.concatenate([self._reshaped(*pair) for pair in zip(self.linears, arrays, strict=True)], self._axis)
+
+    def split(self, y: jax.Array) -> list[jax.Array]:
+        leading = y.shape[: y.ndim - len(self.outputs)]
+        ends = itertools.accumulate(self._extent(linear) for linear in self.linears[:-1])
+        parts = jnp.split(y, tuple(ends), self._axis)
+        return [part.reshape(*leading, *linear.outputs) for linear, part in zip(self.linears, parts, strict=True)]
+
+    @property
+    def _axis(self) -> int:
+        return self.axis - len(self.outputs)
+
+    def _extent(self, linear: Linear) -> int:
+        return -math.prod(linear.outputs) // math.prod(self.outputs)
+
+    def _reshaped(self, linear: Linear, array: jax.Array) -> jax.Array:
+        return array.reshape(*array.shape[: array.ndim - len(linear.outputs)], *self.outputs)
+
+
 def side_by_side(
     x: jax.Array, linears: Sequence[Linear], shape: Sequence[int], axis: int, *, has_gradient: bool = True
 ) -> jax.Array:  # fmt: skip
@@ -168,18 +202,18 @@ def side_by_side(
         y = _low_precision(x, recipe, linears, weights, axis, 1)
     else:
         y = ops.matmul_side_by_side(x, weights, axis, has_gradient=has_gradient)
-    return _changed(x, y, linears, x.ndim - 2 + axis) if any(linear.transforms for linear in linears) else y
+    return _changed(x, y, _Joined(linears, tuple(shape[1:]), axis - 1))
 
 
-def _changed(x: jax.Array, y: jax.Array, linears: Sequence[Linear], axis: int) -> jax.Array:
-    """Products side by side along `axis`, each as the transforms of its matrix change it."""
-    width = math.prod(y.shape[x.ndim - 1 :]) // y.shape[axis]
-    ends = itertools.accumulate(math.prod(linear.outputs) // width for linear in linears[:-1])
-    parts = zip(linears, jnp.split(y, tuple(ends), axis), strict=True)
-    changed = [
-        linear.changed(x, part.reshape(*x.shape[:-1], *linear.outputs)).reshape(part.shape) for linear, part in parts
-    ]
-    return jnp.concatenate(changed, axis)
+def _changed(x: jax.Array, y: jax.Array, joined: _Joined) -> jax.Array:
+    """Products side by side, as the transforms of their matrices change them."""
+    linears = joined.linears
+    if any(linear.applied != linears[0].applied for linear in linears):
+        parts = zip(linears, joined.split(y), strict=True)
+        return joined.join([linear.changed(x, part) for linear, part in parts])
+    for transform in linears[0].applied:
+        y = transform.joined_output(linears, x, y, joined)
+    return y
 
 
 def input_axis(linears: Sequence[Linear]) -> str:

@@ -17,7 +17,7 @@ from flax import nnx
 
 from megajax.fields.ranges import PositiveFloat, PositiveInt
 from megajax.layers.linear import Matrix
-from megajax.layers.transform import ADAPTERS, Transform, layer_inputs
+from megajax.layers.transform import ADAPTERS, Joined, Transform, layer_inputs
 from megajax.ops.grouped_matmul import GroupedWeight, LowRankSum
 from megajax.ops.matmul import JOINED_MULTIPLE, matmul
 from megajax.parameters import Parameter, weight
@@ -111,6 +111,10 @@ class EightBitBase(Transform):
     def output(self, matrix: Matrix, x: jax.Array, y: jax.Array) -> jax.Array:
         return (y.astype(jnp.float32) * cast(_Adapted, matrix).scale[...]).astype(y.dtype)
 
+    def joined_output(self, matrices: Sequence[Matrix], x: jax.Array, y: jax.Array, joined: Joined) -> jax.Array:
+        scales = joined.join([cast(_Adapted, matrix).scale[...] for matrix in matrices])
+        return (y.astype(jnp.float32) * scales).astype(y.dtype)
+
 
 @dataclasses.dataclass(frozen=True)
 class Lora(Transform):
@@ -137,7 +141,19 @@ class Lora(Transform):
 
     def output(self, matrix: Matrix, x: jax.Array, y: jax.Array) -> jax.Array:
         a, b = _factors(matrix)
-        return y + matmul(self.scale * matmul(x, a, matrix.record.num_inputs), b)
+        return y + matmul(matmul(x, self.scale * a, matrix.record.num_inputs), b)
+
+    def joined_output(self, matrices: Sequence[Matrix], x: jax.Array, y: jax.Array, joined: Joined) -> jax.Array:
+        """All a side by side, and each b in the rows of its a, with zeros in the columns of the other matrices: two
+        products, the second added to y where it is."""
+        factors = [_factors(matrix) for matrix in matrices]
+        a = jnp.concatenate([a for a, _ in factors], -1)
+        rows = range(0, a.shape[-1], self.rank)
+        padded = [
+            jnp.pad(b, ((start, a.shape[-1] - start - self.rank), *[(0, 0)] * (b.ndim - 1)))
+            for start, (_, b) in zip(rows, factors, strict=True)
+        ]
+        return y + matmul(matmul(x, self.scale * a), joined.join(padded))
 
     def grouped(self, matrix: Matrix, w: GroupedWeight) -> GroupedWeight:
         a, b = _factors(matrix)

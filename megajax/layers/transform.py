@@ -11,7 +11,7 @@ import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import jax
 from flax import nnx
@@ -31,6 +31,14 @@ ADAPTERS = "adapters"
 
 _CURRENT: ContextVar[tuple["Transform", ...]] = ContextVar("transforms", default=())
 _INPUTS: ContextVar[Mapping[str, Any]] = ContextVar("inputs")
+
+
+class Joined(Protocol):
+    """How arrays of several matrices, [..., *N] with the outputs of each, are side by side."""
+
+    def join(self, arrays: Sequence[jax.Array]) -> jax.Array: ...
+
+    def split(self, y: jax.Array) -> list[jax.Array]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +79,12 @@ class Transform:
         """The product of x [..., *K], from the product y [..., *N] before this transform. Without an override products
         read the merged weight."""
         raise NotImplementedError
+
+    def joined_output(self, matrices: Sequence["Matrix"], x: jax.Array, y: jax.Array, joined: Joined) -> jax.Array:
+        """`output` of several matrices with this transform, whose products of x are side by side in y. An override
+        changes them in one go, so that they need not be separated."""
+        parts = zip(matrices, joined.split(y), strict=True)
+        return joined.join([self.output(matrix, x, part) for matrix, part in parts])
 
     def grouped(self, matrix: "Matrix", w: GroupedWeight) -> GroupedWeight:
         """Of experts: the weight [E, K, N] that their products read, by default the merged one."""

@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from megajax.ops import four_bits
+from megajax.ops.joined import joined
 from megajax.parameters import is_in_8_bits, observe_arrays
 from megajax.quantization.weights import QuantizedWeight
 
@@ -81,12 +83,12 @@ class JoinedWeight:
         reshaped = [w.reshape(shape) for w in weights]
         arrays = [w for w in reshaped if isinstance(w, jax.Array)]
         quantized = [w for w in reshaped if isinstance(w, QuantizedWeight)]
-        joined = None
+        whole = None
         if len(arrays) == len(weights) and len({w.dtype for w in arrays}) == 1:
-            joined = jnp.concatenate(arrays, axis)
+            whole = jnp.concatenate(arrays, axis)
         elif len(quantized) == len(weights):
-            joined = QuantizedWeight.joined(quantized, axis)
-        return None if joined is None else (JoinedWeight(joined), *[JoinedWeight(None)] * (len(weights) - 1))
+            whole = QuantizedWeight.joined(quantized, axis)
+        return None if whole is None else (JoinedWeight(whole), *[JoinedWeight(None)] * (len(weights) - 1))
 
     def __getitem__(self, key: EllipsisType) -> "JoinedWeight":
         assert key is Ellipsis, key
@@ -128,6 +130,8 @@ def matmul(x: jax.Array, w: Weight, num_contracted: int = 1) -> jax.Array:
     """
     if isinstance(w, Float32Gradient):
         return _with_float32_gradient(x, (w.array,), 0, num_contracted)
+    if isinstance(w, QuantizedWeight) and w.is_in_4_bits and not four_bits.problem(x, w):
+        return four_bits.multiply(x, w)
     if isinstance(w, QuantizedWeight | ObservedWeight):
         return w.multiply(x, num_contracted)
     assert not isinstance(w, JoinedWeight)
@@ -157,7 +161,7 @@ def matmul_side_by_side(x: jax.Array, weights: Sequence[Weight], axis: int, *, h
     if wide:
         return _with_float32_gradient(x, wide, axis, 1)
     are_levels = all(w.dtype == plain[0].dtype and is_in_8_bits(w) for w in plain)
-    return matmul(x, jnp.concatenate(plain if are_levels else [w.astype(x.dtype) for w in plain], axis))
+    return matmul(x, joined(plain if are_levels else [w.astype(x.dtype) for w in plain], axis))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -202,7 +206,7 @@ _with_float32_gradient.defvjp(_forward, _backward)
 
 
 def _joined(x, weights, axis):
-    return jnp.concatenate([w.astype(x.dtype) for w in weights], axis) if len(weights) > 1 else weights[0]
+    return joined([w.astype(x.dtype) for w in weights], axis) if len(weights) > 1 else weights[0]
 
 
 @jax.custom_vjp

@@ -23,9 +23,6 @@ from megajax.quantization.formats import scale_of, to_levels
 Inputs = Literal["unchanged", "dynamic", "static"]
 
 DTYPES = {"int8": jnp.dtype(jnp.int8), "float8": jnp.dtype(jnp.float8_e4m3fn)}
-# Rows with a product for each group. To write and read these products takes 8 bytes per row and group of an output:
-# with 32 rows and groups of 128 half of what a bfloat16 copy of the matrix takes.
-MAX_ROWS_BY_GROUP = 32
 
 
 class WeightFormat(NamedTuple):
@@ -45,7 +42,8 @@ class QuantizedWeight:
 
     values: jax.Array | np.ndarray
     """int8 or float8_e4m3fn [*N, *K]: the inputs are last, as the FP8 products of GPUs read them. In 4 bits uint8, with
-    two inputs in each number, the first in its lower bits, as int4 -8 to 7: the last dim has half its size."""
+    two levels in each number, as int4 -8 to 7: in its lower bits one of the first half of a group, in its upper bits
+    that of the second half. The last dim has half its size."""
     scale: jax.Array | np.ndarray
     """float32 [1, *N]; of groups in the dtype of their folder, [G, *N]."""
     input_scale: jax.Array | np.ndarray | None
@@ -119,16 +117,17 @@ class QuantizedWeight:
         return (of_groups * scale).astype(dtype).reshape(levels.shape)
 
     def _levels(self) -> jax.Array:
-        """int8, float8_e4m3fn or int4 [*N, *K].
+        """int8 or float8_e4m3fn [*N, *K].
 
-        Arrays of int4 do not leave a program: as arguments of one that was compiled before they had another layout
-        than it expects (jax 0.10.2, CPU). The barrier is for XLA, which ends the process when it joins this conversion
-        with a product (jaxlib 0.10.2).
+        Not by a bitcast to int4: Triton's products of that are wrong (jaxlib 0.11.2, 2 to 32 rows on an H100).
         """
         if not self.is_in_4_bits:
             return jnp.asarray(self.values)
-        pairs = jax.lax.bitcast_convert_type(jnp.asarray(self.values), jnp.int4)
-        return jax.lax.optimization_barrier(pairs.reshape(*self.values.shape[:-1], -1))
+        values = jnp.asarray(self.values)
+        of_groups = values.reshape(*self.scale.shape[1:], self.scale.shape[0], -1)
+        first = jax.lax.bitcast_convert_type((of_groups & 15) ^ 8, jnp.int8) - jnp.int8(8)
+        second = jax.lax.bitcast_convert_type(of_groups, jnp.int8) >> 4
+        return jnp.concatenate([first, second], -1).reshape(*values.shape[:-1], -1)
 
     def multiply(self, x: jax.Array, num_inputs: int = 1) -> jax.Array:
         """x [..., *K] -> [..., *N] in x's dtype.
@@ -137,9 +136,8 @@ class QuantizedWeight:
         dtype, in which bfloat16 holds all of them; Triton's products include the cast, and so read 8 bits per weight.
         cuBLAS reads a copy of the matrix in x's dtype.
 
-        In 4 bits few rows have a product for each group, which is the same: scales and zeros are applied to these
-        products, and the levels are read as they are. Triton's products include nothing that depends on the scales, so
-        that for many rows, where these products would be larger than the matrix, there is a copy of it in x's dtype.
+        In 4 bits a product has a copy of the matrix in x's dtype: Triton's products include nothing that depends on the
+        scales. ops/four_bits.py multiplies few rows without one.
         """
         assert num_inputs == self.values.ndim - self.num_outputs, (num_inputs, self.values.shape, self.scale.shape)
         contracted = tuple(range(x.ndim - num_inputs, x.ndim))
@@ -147,8 +145,6 @@ class QuantizedWeight:
         assert math.prod((*inputs, *self.scale.shape[1:])) == self.size, (x.shape, self.values.shape)
         dims = (contracted, tuple(range(self.num_outputs, self.values.ndim))), ((), ())
         if self.inputs == "unchanged":
-            if self.is_in_4_bits and math.prod(x.shape[: contracted[0]]) <= MAX_ROWS_BY_GROUP:
-                return self._by_group(x.reshape(*x.shape[: contracted[0]], self.scale.shape[0], -1))
             factor = self._dequantized(x.dtype) if self.is_in_4_bits else self.values.astype(x.dtype)
             product = jax.lax.dot_general(
                 x, factor, dims, precision=_precision(x.dtype), preferred_element_type=jnp.float32
@@ -161,22 +157,6 @@ class QuantizedWeight:
         if self.input_scale is None:
             scale = scale.reshape(*x.shape[: contracted[0]], *[1] * self.num_outputs)
         return (product.astype(jnp.float32) * scale * self.scale[0]).astype(x.dtype)
-
-    def _by_group(self, x: jax.Array) -> jax.Array:
-        """x [..., G, K / G] -> [..., *N]."""
-        num_groups, *outputs = self.scale.shape
-        levels = self._levels().reshape(*outputs, num_groups, -1).astype(x.dtype)
-        dims = ((x.ndim - 1,), (levels.ndim - 1,)), ((x.ndim - 2,), (levels.ndim - 2,))
-        product = jax.lax.dot_general(  # [G, ..., *N]
-            x, levels, dims, precision=_precision(x.dtype), preferred_element_type=jnp.float32
-        )
-        beside_rows = range(1, x.ndim - 1)
-        if self.zero is not None:
-            sums = jnp.moveaxis(jnp.sum(x.astype(jnp.float32), -1), -1, 0)
-            sums = jnp.expand_dims(sums, range(sums.ndim, product.ndim))
-            product -= jnp.expand_dims(self.zero.astype(jnp.float32), beside_rows) * sums
-        scale = jnp.expand_dims(self.scale.astype(jnp.float32), beside_rows)
-        return jnp.sum(product * scale, 0).astype(x.dtype)
 
 
 def _beside_inputs(of_groups: jax.Array | np.ndarray) -> jax.Array:

@@ -1,5 +1,4 @@
-"""Products with matrices in 4 bits on a GPU against NumPy in float64: as XLA compiles them, in what order it reads a
-byte."""
+"""Products with matrices in 4 bits on a GPU against NumPy in float64: our kernel for up to 32 rows, XLA's for more."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,8 @@ def test_products_match_the_formula(rows, has_zero):
     levels = rng.integers(-8, 8, (OUTPUTS, HEADS * SIZE))
     zero = rng.integers(-8, 8, (GROUPS, OUTPUTS)).astype(np.int8) * np.int8(has_zero)
     scale = rng.uniform(0.01, 0.03, (GROUPS, OUTPUTS)).astype(np.float16)
-    pairs = (levels[:, ::2] & 15 | (levels[:, 1::2] & 15) << 4).astype(np.uint8)
+    halves = levels.reshape(OUTPUTS, GROUPS, 2, -1) & 15
+    pairs = (halves[:, :, 0] | halves[:, :, 1] << 4).astype(np.uint8)
     values = jnp.asarray(pairs.reshape(OUTPUTS, HEADS, SIZE // 2))
     weight = QuantizedWeight(values, jnp.asarray(scale), None, "unchanged", jnp.asarray(zero) if has_zero else None)
     x = jnp.asarray(rng.standard_normal((rows, HEADS, SIZE)), jnp.bfloat16)

@@ -55,7 +55,7 @@ def test_killed_processes_go_on_from_the_newest_snapshot_that_all_of_them_have_b
         shutil.rmtree(lost)
     output = run(begun_run, *arguments, f"--launch.exit_at_step={max(before) + 3}", **TWO)
     start = newest - 10
-    assert f"the local snapshot {newest} is not used: another process logs why" in output
+    assert f"the local snapshot {newest} is not used: another process could not read it, and says why" in output
     assert f"step {start} is restored from the local snapshot" in output and f"resuming from step {start} " in output
     assert 5 < start < max(before) and saved_steps(begun_run) == [5, start, max(before) + 3]
     after = losses(begun_run)

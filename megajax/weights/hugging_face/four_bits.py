@@ -74,10 +74,10 @@ class PackedMatrix:
         """[out, in]."""
         group = packing.group or num_inputs
         self._num_groups = num_inputs // group
-        if num_inputs % group:
+        if num_inputs % group or group % 2:
             raise ValueError(
-                f"{self._names['levels']} has {num_inputs} inputs, which are no whole groups of {group}; use the "
-                "folder in bfloat16"
+                f"{self._names['levels']} has {num_inputs} inputs, which are no whole groups of {group}, or of an odd "
+                "number; use the folder in bfloat16"
             )
         self._check("scale", (self._num_groups, num_outputs))
         if packing.needs_zeros or "zero" in self._names:
@@ -99,15 +99,15 @@ class PackedMatrix:
         """[out, in], with arrays of NumPy; of a matrix that is in order."""
         scale = np.ascontiguousarray(self._scale())
         check_finite(self._names["scale"], scale)
-        values = self._pairs() ^ np.uint8(0x88)  # as int4, each level minus 8
+        levels = self._levels().reshape(self.shape[0], self._num_groups, 2, -1) ^ np.uint8(8)  # as int4: minus 8
+        values = (levels[:, :, 0] | levels[:, :, 1] << 4).reshape(len(levels), -1)
         zero = (self._zero() - SYMMETRIC_ZERO).view(np.int8) if "zero" in self._names else None
         return QuantizedWeight(values, scale, None, "unchanged", zero)
 
     def dequantized(self) -> np.ndarray:
         """float32 [out, in]."""
         groups = self._groups()
-        pairs = self._pairs()
-        levels = np.stack([pairs & 15, pairs >> 4], -1).reshape(self.shape)
+        levels = self._levels()
         zero = self._zero().astype(np.float32)
         scale = self._scale().astype(np.float32)
         out = np.empty(self.shape, np.float32)
@@ -117,14 +117,12 @@ class PackedMatrix:
                 out[outputs, inputs] = (levels[outputs, inputs] - zero[place]) * scale[place]
         return out
 
-    def _pairs(self) -> np.ndarray:
-        """uint8 [out, in / 2]: the levels of two inputs, the first in the lower bits."""
+    def _levels(self) -> np.ndarray:
+        """uint8 [out, in]."""
         words = self._files[self._names["levels"]]
         if self._layout == "awq":
-            levels = _levels(words, AWQ_SHIFTS)
-            return np.ascontiguousarray((levels[::2] | levels[1::2] << 4).T)
-        words = words if self._layout == "pack-quantized" else words.T
-        return np.ascontiguousarray(words, "<i4").view(np.uint8)
+            return _levels(words, AWQ_SHIFTS).T
+        return _levels(words if self._layout == "pack-quantized" else words.T)
 
     def _zero(self) -> np.ndarray:
         """uint8 [G, out]."""
