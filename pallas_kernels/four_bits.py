@@ -2,15 +2,15 @@
 
     out[n, r] = sum_g scale[g, n] * sum_(k in g) (level[n, k] - zero[g, n]) * rows[r, k]
 
-Dimensions: R rows, a multiple of 8; K inputs, N outputs; G groups of GROUP consecutive inputs; B = K / 2 bytes, in
-order of the groups, with the levels of the first half of a group in the lower bits and those of the second half in the
-upper ones, as int4; S parts into which the groups are split. Rows are bfloat16, sums float32, and those of the S parts
-are added by the caller.
+Dimensions: R rows, a multiple of 8; K inputs, N outputs; G groups of GROUP consecutive inputs; B = K / 2 bytes of two
+levels as int4, one of the first half of a group in the lower bits and one of the second half in the upper ones; S parts
+into which the groups are split. Rows are bfloat16, sums float32, and those of the S parts are added by the caller.
 
 The limit is memory bandwidth: the bytes are read once, whatever R is. The outputs are the rows of the tensor-core
-products, and their factors are made in registers: a bfloat16 holds level - zero, and 16 times it, exactly, so that both
-levels of a byte stay where they are. A block of 128 threads computes 128 outputs of a part, with a ring of steps of one
-group in flight (TMA), 11 KB each with 8 rows.
+products, and their factors are made in registers, with 11 instructions for eight levels. A thread of the tensor cores
+has inputs 2t, 2t + 1, 2t + 8 and 2t + 9 of 16. So that it reads them as one word, and threads exchange nothing, the
+eight pairs of 16 bytes are in bit-reversed order: 0 4 2 6 1 5 3 7. A block of 128 threads computes 128 outputs of a
+part, with a ring of steps of one group in flight (TMA), 11 KB each with 8 rows.
 """
 
 import functools
@@ -18,14 +18,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
 
 from pallas_kernels.few_rows import num_parts
 
 GROUP, OUTPUTS, STAGES = 128, 128, 4
 MAX_ROWS = 32
+BIAS = 136
 # commit_smem is the only barrier that is needed: threads write no shared memory.
 PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
 
@@ -78,11 +84,13 @@ def products(
             scale = of_group(scale_smem, stage)
             zero = None if zero_smem is None else of_group(zero_smem, stage)
             factors = _factors(values_smem.at[stage], zero, dtype)
-            products_of = functools.partial(_products, factors, rows_smem.at[stage])
-            lower, upper = pl.run_scoped(products_of, *[plgpu.ACC((OUTPUTS, num_rows), jnp.float32)] * 2)
+            product = pl.run_scoped(
+                functools.partial(_product, factors, rows_smem.at[stage]),
+                plgpu.ACC((OUTPUTS, num_rows), jnp.float32),
+            )
             plgpu.commit_smem()  # all threads have read this stage
             pl.when(step + stages < steps)(lambda: copy(step + stages))
-            return sums + (lower + upper * (1 / 16)) * lax.broadcast_in_dim(scale, lower.shape, [0])
+            return sums + product * lax.broadcast_in_dim(scale, product.shape, [0])
 
         for step in range(stages):
             copy(step)
@@ -109,28 +117,53 @@ def products(
 
 
 def _factors(values_ref, zero, dtype):
-    """-> (level - zero of the lower bits, 16 times that of the upper ones), [N, B] in registers."""
-    pairs = lax.bitcast_convert_type(plgpu.load(values_ref, (), layout=plgpu.Layout.WGMMA_UPCAST_2X), jnp.int8)
-
-    def converted(levels):
-        return plgpu.layout_cast(levels.astype(dtype), plgpu.Layout.WGMMA)
-
-    lower = converted((pairs & 15) ^ 8)  # level + 8
-    upper = converted(pairs & -16)
+    """-> (level - zero of the lower bits, that of the upper ones), [N, B] in registers."""
+    shape = values_ref.shape
+    factors = _biased(plgpu.load(values_ref, (), layout=plgpu.Layout.WGMMA_UPCAST_2X), shape, dtype)
     if zero is None:
-        return lower - jnp.asarray(8, dtype), upper
-
-    def wide(of_output):
-        return lax.broadcast_in_dim(of_output.astype(dtype), lower.shape, [0])
-
-    return lower - wide(zero + 8), upper - wide(zero * 16)
+        return [factor - jnp.asarray(BIAS, dtype) for factor in factors]
+    wide = lax.broadcast_in_dim((zero + BIAS).astype(dtype), shape, [0])
+    return [factor - wide for factor in factors]
 
 
-def _products(factors, rows_ref, *sum_refs):
-    for number, (factor, sum_ref) in enumerate(zip(factors, sum_refs, strict=True)):
+def _biased(values, shape, dtype):
+    """uint8 [N, B] -> (BIAS + level of the lower bits, that of the upper ones).
+
+    A level plus 8 becomes the lowest bits of a bfloat16 between 128 and 256, where these count ones.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA_UPCAST_2X,),
+        return_type=[plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA)] * 2,
+    )
+    def unpacked(_, values):
+        word = ir.IntegerType.get_signless(32)
+        pair = ir.VectorType.get((2,), ir.BF16Type.get())
+
+        def constant(value):
+            return arith.constant(word, value)
+
+        found = [np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), object) for _ in range(2)]
+        for (rows, columns, *others, _), register in np.ndenumerate(values.registers):
+            packed = mgpu_utils.bitcast(register, word)
+            for registers, levels in zip(found, (packed, arith.shrui(packed, constant(4))), strict=True):
+                levels = arith.xori(arith.andi(levels, constant(0x0F0F0F0F)), constant(0x08080808))
+                for half, bytes_of_pair in enumerate((0x4140, 0x4342)):
+                    value = mgpu_utils.prmt(levels, constant(0x43), constant(bytes_of_pair))
+                    registers[rows, 2 * columns + half, *others] = mgpu_utils.bitcast(value, pair)
+        return [
+            mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+            for registers in found
+        ]
+
+    return unpacked(values)
+
+
+def _product(factors, rows_ref, sum_ref):
+    for number, factor in enumerate(factors):
         half = pl.ds(number * GROUP // 2, GROUP // 2)
         plgpu.wgmma(sum_ref, factor, rows_ref.at[:, half].transpose((1, 0)))
-    return [sum_ref[...] for sum_ref in sum_refs]
+    return sum_ref[...]
 
 
 def _swizzled(shape, dtype):

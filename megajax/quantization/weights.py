@@ -41,9 +41,8 @@ class QuantizedWeight:
     """
 
     values: jax.Array | np.ndarray
-    """int8 or float8_e4m3fn [*N, *K]: the inputs are last, as the FP8 products of GPUs read them. In 4 bits uint8, with
-    two levels in each number, as int4 -8 to 7: in its lower bits one of the first half of a group, in its upper bits
-    that of the second half. The last dim has half its size."""
+    """int8 or float8_e4m3fn [*N, *K]: the inputs are last, as the FP8 products of GPUs read them. In 4 bits uint8,
+    with the levels of each group as `packed` writes them: the last dim has half its size."""
     scale: jax.Array | np.ndarray
     """float32 [1, *N]; of groups in the dtype of their folder, [G, *N]."""
     input_scale: jax.Array | np.ndarray | None
@@ -124,9 +123,9 @@ class QuantizedWeight:
         if not self.is_in_4_bits:
             return jnp.asarray(self.values)
         values = jnp.asarray(self.values)
-        of_groups = values.reshape(*self.scale.shape[1:], self.scale.shape[0], -1)
-        first = jax.lax.bitcast_convert_type((of_groups & 15) ^ 8, jnp.int8) - jnp.int8(8)
-        second = jax.lax.bitcast_convert_type(of_groups, jnp.int8) >> 4
+        pairs = _reordered(values.reshape(*self.scale.shape[1:], self.scale.shape[0], -1))
+        first = jax.lax.bitcast_convert_type((pairs & 15) ^ 8, jnp.int8) - jnp.int8(8)
+        second = jax.lax.bitcast_convert_type(pairs, jnp.int8) >> 4
         return jnp.concatenate([first, second], -1).reshape(*values.shape[:-1], -1)
 
     def multiply(self, x: jax.Array, num_inputs: int = 1) -> jax.Array:
@@ -157,6 +156,24 @@ class QuantizedWeight:
         if self.input_scale is None:
             scale = scale.reshape(*x.shape[: contracted[0]], *[1] * self.num_outputs)
         return (product.astype(jnp.float32) * scale * self.scale[0]).astype(x.dtype)
+
+
+def packed(levels: np.ndarray) -> np.ndarray:
+    """The levels of a group in 4 bits: integers [..., I] from -8 to 7 -> uint8 [..., I / 2].
+
+    The first half is in the lower bits, the second half in the upper ones, both as int4. Bytes are in the order that
+    pallas_kernels/four_bits.py reads without an exchange between threads.
+    """
+    halves = (levels.astype(np.uint8) & 15).reshape(*levels.shape[:-1], 2, -1)
+    return _reordered(halves[..., 0, :] | halves[..., 1, :] << 4)
+
+
+def _reordered(pairs):
+    """[..., B] of NumPy or JAX: the eight pairs of each 16 bytes in bit-reversed order, which is its own inverse; as
+    they are unless B is a multiple of 16."""
+    if pairs.shape[-1] % 16:
+        return pairs
+    return pairs.reshape(*pairs.shape[:-1], -1, 2, 2, 2, 2).swapaxes(-4, -2).reshape(pairs.shape)
 
 
 def _beside_inputs(of_groups: jax.Array | np.ndarray) -> jax.Array:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megajax.ops.matmul import matmul
-from megajax.quantization.weights import QuantizedWeight
+from megajax.quantization.weights import QuantizedWeight, packed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("one_gpu")]
 
@@ -20,9 +20,7 @@ def test_products_match_the_formula(rows, has_zero):
     levels = rng.integers(-8, 8, (OUTPUTS, HEADS * SIZE))
     zero = rng.integers(-8, 8, (GROUPS, OUTPUTS)).astype(np.int8) * np.int8(has_zero)
     scale = rng.uniform(0.01, 0.03, (GROUPS, OUTPUTS)).astype(np.float16)
-    halves = levels.reshape(OUTPUTS, GROUPS, 2, -1) & 15
-    pairs = (halves[:, :, 0] | halves[:, :, 1] << 4).astype(np.uint8)
-    values = jnp.asarray(pairs.reshape(OUTPUTS, HEADS, SIZE // 2))
+    values = jnp.asarray(packed(levels.reshape(OUTPUTS, GROUPS, -1)).reshape(OUTPUTS, HEADS, SIZE // 2))
     weight = QuantizedWeight(values, jnp.asarray(scale), None, "unchanged", jnp.asarray(zero) if has_zero else None)
     x = jnp.asarray(rng.standard_normal((rows, HEADS, SIZE)), jnp.bfloat16)
     found = np.asarray(jax.jit(matmul, static_argnums=2)(x, weight, 2), np.float64)

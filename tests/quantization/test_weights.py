@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megajax.ops.matmul import matmul, matmul_side_by_side
-from megajax.quantization.weights import QuantizedWeight, WeightFormat
+from megajax.quantization.weights import QuantizedWeight, WeightFormat, packed
 
 FORMATS = [WeightFormat(dtype, inputs) for dtype in ("int8", "float8") for inputs in ("unchanged", "dynamic", "static")]
 LARGEST = {"int8": 127, "float8": 448}
@@ -51,8 +51,7 @@ def in_groups(rng, inputs, outputs, num_groups, has_zero):
     for k, n in np.ndindex(*meant.shape):
         group = k * num_groups // num_inputs
         meant[k, n] = (levels[n, k] - zero[group, n]) * float(scale[group, n])
-    halves = levels.reshape(num_outputs, num_groups, 2, -1) & 15
-    values = (halves[:, :, 0] | halves[:, :, 1] << 4).astype(np.uint8)
+    values = packed(levels.reshape(num_outputs, num_groups, -1))
     weight = QuantizedWeight(
         jnp.asarray(values.reshape(*outputs, *inputs[:-1], inputs[-1] // 2)),
         jnp.asarray(scale.reshape(num_groups, *outputs)), None, "unchanged",
@@ -71,6 +70,18 @@ def test_products_of_groups_equal_the_formula(has_zero):
     expected = x.reshape(-1, 48).astype(np.float64) @ meant
     np.testing.assert_allclose(matmul(x, weight, 2).reshape(-1, 10), expected, rtol=1e-5, atol=1e-5)
     assert weight.size == 480
+
+
+def test_groups_of_inputs_are_packed_as_the_kernel_reads_them():
+    """A thread finds inputs 2t, 2t + 1, 2t + 8 and 2t + 9 of 16 in one word, beside those of the second half."""
+    levels = np.arange(64) % 16 - 8
+    words = packed(levels).reshape(-1, 4)
+    for word, first in zip(words[:4], (0, 4, 2, 6), strict=True):
+        inputs = first + np.array([0, 1, 8, 9])
+        np.testing.assert_array_equal((word & 15) ^ 8, levels[inputs] + 8)
+        np.testing.assert_array_equal((word >> 4) ^ 8, levels[inputs + 32] + 8)
+    weight = QuantizedWeight(jnp.asarray(packed(levels)[None]), jnp.ones((1, 1)), None, "unchanged")
+    np.testing.assert_array_equal(weight.matrix()[:, 0], levels)
 
 
 def test_matrices_of_groups_are_joined_if_all_have_zeros_or_none():

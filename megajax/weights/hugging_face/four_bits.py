@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from megajax.checkpoint.piecewise import pieces
-from megajax.quantization.weights import QuantizedWeight
+from megajax.quantization.weights import QuantizedWeight, packed
 from megajax.weights.hugging_face.tensor_files import TensorFiles
 from megajax.weights.parameter_reader import check_finite
 
@@ -99,8 +99,8 @@ class PackedMatrix:
         """[out, in], with arrays of NumPy; of a matrix that is in order."""
         scale = np.ascontiguousarray(self._scale())
         check_finite(self._names["scale"], scale)
-        levels = self._levels().reshape(self.shape[0], self._num_groups, 2, -1) ^ np.uint8(8)  # as int4: minus 8
-        values = (levels[:, :, 0] | levels[:, :, 1] << 4).reshape(len(levels), -1)
+        levels = self._levels().reshape(self.shape[0], self._num_groups, -1) - np.uint8(8)
+        values = packed(levels).reshape(self.shape[0], -1)
         zero = (self._zero() - SYMMETRIC_ZERO).view(np.int8) if "zero" in self._names else None
         return QuantizedWeight(values, scale, None, "unchanged", zero)
 
