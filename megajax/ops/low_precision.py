@@ -24,7 +24,6 @@ import jax.numpy as jnp
 
 from megajax.mesh import compat
 from megajax.mesh.sharding import constrain
-from megajax.ops.joined import joined
 from megajax.ops.matmul import Float32Gradient, Weight, dot_precision
 from megajax.precision import Recipe
 from megajax.quantization.formats import LARGEST, Format, Operand, largest_magnitude, quantize, quantize_with, rotate
@@ -177,7 +176,7 @@ def _gathered(operand: Operand, is_split: bool) -> Operand:
 
 
 def _joined(parts: Sequence[jax.Array], axis: int) -> jax.Array:
-    return parts[0] if len(parts) == 1 else joined(parts, axis)
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
 
 
 def product(

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from megajax.ops import four_bits
-from megajax.ops.joined import joined
 from megajax.parameters import is_in_8_bits, observe_arrays
 from megajax.quantization.weights import QuantizedWeight
 
@@ -161,7 +160,7 @@ def matmul_side_by_side(x: jax.Array, weights: Sequence[Weight], axis: int, *, h
     if wide:
         return _with_float32_gradient(x, wide, axis, 1)
     are_levels = all(w.dtype == plain[0].dtype and is_in_8_bits(w) for w in plain)
-    return matmul(x, joined(plain if are_levels else [w.astype(x.dtype) for w in plain], axis))
+    return matmul(x, jnp.concatenate(plain if are_levels else [w.astype(x.dtype) for w in plain], axis))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -206,7 +205,7 @@ _with_float32_gradient.defvjp(_forward, _backward)
 
 
 def _joined(x, weights, axis):
-    return joined([w.astype(x.dtype) for w in weights], axis) if len(weights) > 1 else weights[0]
+    return jnp.concatenate([w.astype(x.dtype) for w in weights], axis) if len(weights) > 1 else weights[0]
 
 
 @jax.custom_vjp

@@ -25,7 +25,6 @@ from megajax.mesh.config import MeshConfig
 from megajax.mesh.sharding import constrain
 from megajax.ops.attention_backends import BackendName
 from megajax.ops.attention_mask import CAUSAL, Mask, window
-from megajax.ops.joined import separated
 from megajax.parallel.context import ContextMethod, attention
 from megajax.parameters import weight
 
@@ -268,7 +267,7 @@ class Attention(nnx.Module):
         H = config.head_dim
         heads = config.num_heads // K
         joined = side_by_side(x_BTD, *self.side_by_side, has_gradient=has_gradient)
-        q, k, v = separated(joined, (heads, heads + 1), 3)
+        q, k, v = jnp.split(joined, (heads, heads + 1), axis=3)
         q = self.query.add_bias(q.reshape(*x_BTD.shape[:2], config.num_heads, H))
         k = self.key.add_bias(k[..., 0, :])
         v = self.value.add_bias(v[..., 0, :])
