@@ -165,6 +165,7 @@ class Results:
                 sequence.guesses = tuple(drawn.guesses[place].tolist())
             self.num_generated += 1
             if logprobs is not None:
+                assert drawn.logprobs is not None
                 logprobs.append(_token_logprobs(token, drawn.logprobs, place, sampling.logprobs))
             stream = self.texts.get(sequence)
             if stream is not None:

@@ -163,7 +163,7 @@ class _Joined(NamedTuple):
 
     linears: Sequence[Linear]
     outputs: tuple[int, ...]
-    """What those of each are reshaped to, with -1 at `axis`."""
+    """What those of each are reshaped to, with any extent along `axis`."""
     axis: int
 
     def join(self, arrays: Sequence[jax.Array]) -> jax.Array:
@@ -181,7 +181,8 @@ class _Joined(NamedTuple):
         return self.axis - len(self.outputs)
 
     def _extent(self, linear: Linear) -> int:
-        return -math.prod(linear.outputs) // math.prod(self.outputs)
+        others = self.outputs[: self.axis] + self.outputs[self.axis + 1 :]
+        return math.prod(linear.outputs) // math.prod(others)
 
     def _reshaped(self, linear: Linear, array: jax.Array) -> jax.Array:
         return array.reshape(*array.shape[: array.ndim - len(linear.outputs)], *self.outputs)

@@ -18,9 +18,8 @@ from jax.sharding import PartitionSpec as P
 from megajax.inference.device import programs
 from megajax.inference.device.batches import Batches, Shapes
 from megajax.inference.device.image_features import MIN_PATCHES, EncodeBatch, ImageFeatures
+from megajax.inference.device.packing import num_words, packed, unpacked
 from megajax.inference.device.programs import (
-    Beside,
-    Chooser,
     Drawn,
     HostBeside,
     HostChooser,
@@ -53,6 +52,7 @@ WHOLE_LOOP = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE,DYNAMIC
 TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
 FEW_ROWS = 32
 MANY_TOKENS = 1024
+NO_MASK = np.zeros(0, np.uint32)  # in place of one that is sent apart
 
 
 def decode_options(model: Model, params: dict, mesh: Mesh, num_rows: int) -> dict[str, str]:
@@ -77,6 +77,11 @@ def _options(mesh: Mesh, *, joins: bool, tunes: bool) -> dict[str, str]:
     if mesh.size == 1:
         options[IN_GRAPHS] = WHOLE_LOOP
     return accepted(options, mesh)
+
+
+def _wanted(drawn: Drawn, chooser: HostChooser) -> Drawn:
+    """Without the log-probabilities if no row wants them: reading each array takes the host as long as the tokens."""
+    return drawn if chooser.sampling.has_logprobs_B.any() else drawn._replace(logprobs=None)
 
 
 def _quantized(params: dict) -> list[QuantizedWeight]:
@@ -119,6 +124,7 @@ class Executor:
         self.mesh = mesh
         self.sizes = sizes
         self.vocab_size = vocab_size
+        self._max_steps = max_steps
         self.compiled: dict[tuple, Any] = {}
         """By function and shapes."""
         self._no_masks: dict[int, jax.Array] = {}
@@ -140,17 +146,6 @@ class Executor:
                 self._features = jax.jit(zeros, out_shardings=self._replicated)()
             rows = functools.partial(Rows.zeros, sizes.num_rows, vocab_size)
             self._rows = jax.jit(rows, out_shardings=self._replicated)()
-        state_shardings = (jax.tree.map(lambda a: a.sharding, self.caches), self._replicated)
-        self._decode = jax.jit(
-            functools.partial(programs.decode, model, vocab_size, sizes, max_steps),
-            out_shardings=(*state_shardings, self._replicated),
-            donate_argnums=(1, 2),
-        )
-        self._prefill = jax.jit(
-            functools.partial(programs.prefill, model, vocab_size, sizes),
-            out_shardings=(*state_shardings, self._replicated, self._replicated, self._replicated),
-            donate_argnums=(1, 2),
-        )
         kept_shardings = [a.sharding for a in self._kept]
         self._keep = jax.jit(programs.copy_state, donate_argnums=0, out_shardings=kept_shardings)
         self._restore = jax.jit(programs.copy_state, donate_argnums=0, out_shardings=kept_shardings)
@@ -163,37 +158,38 @@ class Executor:
 
     def decode(self, params: dict, batch: HostDecodeBatch, chooser: HostChooser, num_steps: int) -> Drawn:
         """-> tokens [max_steps, B], of which the first num_steps count."""
-        arguments = self._decode_arguments(params, batch, chooser, num_steps)
-        self.caches, self._rows, drawn = self._program(self._decode, arguments)(*arguments)
-        return drawn
+        self.caches, self._rows, drawn = self._call(*self._decode_arguments(params, batch, chooser, num_steps))
+        return _wanted(drawn, chooser)
 
     def prefill(
         self, params: dict, batch: HostPrefillBatch, chooser: HostChooser, beside: HostBeside | None, wants_prompt: bool
     ) -> tuple[Drawn, Logprobs | None, Drawn | None]:
         """-> (tokens [M], log-probabilities of the prompt tokens [T] if they are wanted, tokens [1, B] of beside)."""
         arguments = self._prefill_arguments(params, batch, chooser, beside, wants_prompt)
-        self.caches, self._rows, drawn, of_prompt, of_beside = self._program(self._prefill, arguments)(*arguments)
-        return drawn, of_prompt if wants_prompt else None, of_beside
+        self.caches, self._rows, (drawn, of_prompt, of_beside) = self._call(*arguments)
+        if beside is not None:
+            of_beside = _wanted(of_beside, beside.chooser)
+        return _wanted(drawn, chooser), of_prompt if wants_prompt else None, of_beside
 
     def encode_images(self, params: dict, batch: EncodeBatch) -> None:
         """Writes the features of some views into their slots."""
         arguments = (params, self._features, *batch)
-        self._features = self._program(self._encode_images, arguments)(*arguments)
+        self._features = self._other_program(self._encode_images, arguments)(*arguments)
 
     def start_row(self, row: int, counts_V: np.ndarray, bias_V: np.ndarray) -> None:
         """As Rows.start."""
         arguments = (self._rows, np.int32(row), counts_V, bias_V)
-        self._rows = self._program(self._start_row, arguments)(*arguments)
+        self._rows = self._other_program(self._start_row, arguments)(*arguments)
 
     def keep(self, row: int, slot: int) -> None:
         """Copies the state of the sequence in a row to a slot of the kept states."""
         arguments = (self._kept, self._states(), np.int32(slot), np.int32(row))
-        self._kept = self._program(self._keep, arguments)(*arguments)
+        self._kept = self._other_program(self._keep, arguments)(*arguments)
 
     def restore(self, row: int, slot: int) -> None:
         """Copies a kept state to a row."""
         arguments = (self._states(), self._kept, np.int32(row), np.int32(slot))
-        states = iter(self._program(self._restore, arguments)(*arguments))
+        states = iter(self._other_program(self._restore, arguments)(*arguments))
         leaves, structure = jax.tree.flatten(self.caches)
         leaves = [next(states) if is_state else leaf for leaf, is_state in zip(leaves, self._is_state, strict=True)]
         self.caches = jax.tree.unflatten(structure, leaves)
@@ -206,42 +202,80 @@ class Executor:
     # NumPy arrays are arguments as they are: the call sends them to the devices, in a fraction of the time that
     # device_put takes (17 arrays: 0.2 ms instead of 1.5).
 
-    def _decode_arguments(self, params: dict, batch: HostDecodeBatch, chooser: HostChooser, num_steps: int) -> tuple:
-        return params, self.caches, self._rows, batch, self._with_mask(chooser), np.int32(num_steps)
+    def _call(self, function: Callable, params: dict, host: tuple, on_device: tuple) -> tuple:
+        """function: `_decode` or `_prefill`. host: a tree of small arrays. on_device: arrays that may be there."""
+        program = self._program(function, params, host, on_device)
+        return program(params, self.caches, self._rows, packed(host), *on_device)
+
+    def _decode_arguments(
+        self, params: dict, batch: HostDecodeBatch, chooser: HostChooser, num_steps: int
+    ) -> tuple[Callable, dict, tuple, tuple]:
+        host = (batch, chooser._replace(mask_BW=NO_MASK), np.int32(num_steps))
+        return self._decode, params, host, (self._mask(chooser),)
 
     def _prefill_arguments(
         self, params: dict, batch: HostPrefillBatch, chooser: HostChooser, beside: HostBeside | None, wants_prompt: bool
-    ) -> tuple:
-        mask = self._with_mask(chooser)
-        given = None if beside is None else Beside(beside.batch, self._with_mask(beside.chooser))
-        return params, self.caches, self._rows, batch, mask, given, np.bool_(wants_prompt), self._features
+    ) -> tuple[Callable, dict, tuple, tuple]:
+        masks = (self._mask(chooser), beside and self._mask(beside.chooser))
+        without = beside and beside._replace(chooser=beside.chooser._replace(mask_BW=NO_MASK))
+        host = (batch, chooser._replace(mask_BW=NO_MASK), without, np.bool_(wants_prompt))
+        return self._prefill, params, host, (*masks, self._features)
 
-    def _with_mask(self, chooser: HostChooser) -> Chooser:
-        """A mask that allows everything is large, and goes to the device once."""
+    def _mask(self, chooser: HostChooser) -> jax.Array | np.ndarray:
+        """One that allows everything is large, and goes to the device once."""
         if chooser.has_mask_B.any():
-            return chooser
+            return chooser.mask_BW
         size = len(chooser.has_mask_B)
         if size not in self._no_masks:
             self._no_masks[size] = jax.device_put(chooser.mask_BW, self._replicated)
-        return chooser._replace(mask_BW=self._no_masks[size])
+        return self._no_masks[size]
 
-    def _program(self, function, arguments: tuple):
-        """The compiled program for arguments of these shapes; those of the first three follow from the others."""
-        shapes = tuple(a.shape for a in jax.tree.leaves(arguments[3:]))
-        key = (function, shapes)
+    def _decode(self, params: dict, caches: dict, rows: Rows, host: tuple, mask: jax.Array):
+        batch, chooser, num_steps = host
+        of = (self._model, self.vocab_size, self.sizes, self._max_steps)
+        return programs.decode(*of, params, caches, rows, batch, chooser._replace(mask_BW=mask), num_steps)
+
+    def _prefill(
+        self, params: dict, caches: dict, rows: Rows, host: tuple, mask: jax.Array, mask_beside: jax.Array | None,
+        features: jax.Array | None,
+    ):  # fmt: skip
+        batch, chooser, beside, wants_prompt = host
+        if beside is not None:
+            beside = beside._replace(chooser=beside.chooser._replace(mask_BW=mask_beside))
+        of = (self._model, self.vocab_size, self.sizes)
+        arguments = (batch, chooser._replace(mask_BW=mask), beside, wants_prompt, features)
+        caches, rows, *results = programs.prefill(*of, params, caches, rows, *arguments)
+        return caches, rows, tuple(results)
+
+    def _program(self, function: Callable, params: dict, host: tuple, on_device: tuple):
+        """The compiled program of `_decode` or `_prefill` for arrays of these shapes."""
+        key = (function, *(a.shape for a in jax.tree.leaves((host, on_device))))
         if key not in self.compiled:
-            options = self._options(function, arguments)
-            self.compiled[key] = self._lower(function, arguments).compile(compiler_options=options)
+            like = self._abstract(host)
+            words = jax.ShapeDtypeStruct((num_words(like),), np.uint32, sharding=self._replicated)
+
+            @functools.wraps(function)
+            def call(params, caches, rows, words, *on_device):
+                return function(params, caches, rows, unpacked(words, like), *on_device)
+
+            shardings = (jax.tree.map(lambda a: a.sharding, self.caches), self._replicated, self._replicated)
+            jitted = jax.jit(call, donate_argnums=(1, 2), out_shardings=shardings)
+            lowered = self._lower(jitted, (params, self.caches, self._rows, words, *on_device))
+            if function == self._decode:
+                options = decode_options(self._model, params, self.mesh, len(host[0].positions_B))
+            else:
+                options = prefill_options(params, self.mesh, len(host[0].tokens_T))
+            self.compiled[key] = lowered.compile(compiler_options=options)
         return self.compiled[key]
 
-    def _options(self, function, arguments: tuple) -> dict[str, str]:
-        if function is self._decode:
-            return decode_options(self._model, arguments[0], self.mesh, len(arguments[3].positions_B))
-        if function is self._prefill:
-            return prefill_options(arguments[0], self.mesh, len(arguments[3].tokens_T))
-        return {}
+    def _other_program(self, function, arguments: tuple):
+        """The compiled program for arguments of these shapes; those of the first two follow from the others."""
+        key = (function, *(a.shape for a in jax.tree.leaves(arguments[2:])))
+        if key not in self.compiled:
+            self.compiled[key] = self._lower(function, arguments).compile()
+        return self.compiled[key]
 
-    def _abstract(self, arguments: tuple) -> tuple:
+    def _abstract(self, arguments: Any) -> Any:
         def abstract(a):
             sharding = self._replicated if isinstance(a, np.ndarray | np.generic) else a.sharding
             return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
@@ -261,19 +295,17 @@ class Executor:
 
     def compilations(self, params: dict, batches: Batches, shapes: Shapes) -> dict[tuple, Compilation]:
         """By function and shape: each compiles a program, unless that has been done. They keep no arrays."""
-        calls: dict[tuple, tuple[Callable, tuple]] = {}
+        found: dict[tuple, Compilation] = {}
         for shape in shapes.decode():
-            calls["decode", *shape] = self._decode, self._decode_arguments(params, *batches.empty_decode(*shape), 1)
+            function, *arguments = self._decode_arguments(params, *batches.empty_decode(*shape), 1)
+            found["decode", *shape] = functools.partial(self._program, function, *self._abstract(arguments))
         for shape in shapes.prefill():
-            empty = batches.empty_prefill(*shape)
-            calls["prefill", *shape] = self._prefill, self._prefill_arguments(params, *empty, False)
+            function, *arguments = self._prefill_arguments(params, *batches.empty_prefill(*shape), False)
+            found["prefill", *shape] = functools.partial(self._program, function, *self._abstract(arguments))
         for shape in self._image_shapes:
-            arguments = (params, self._features, *batches.empty_images(*shape))
-            calls["images", *shape] = self._encode_images, arguments
-        return {
-            key: functools.partial(self._program, function, self._abstract(arguments))
-            for key, (function, arguments) in calls.items()
-        }
+            images = self._abstract((params, self._features, *batches.empty_images(*shape)))
+            found["images", *shape] = functools.partial(self._other_program, self._encode_images, images)
+        return found
 
     def run_once(self, params: dict, batches: Batches, shapes: Shapes) -> dict[int, float]:
         """Runs the programs of these shapes, and those that do not depend on them; compiles what is missing.

@@ -54,7 +54,8 @@ class Drawn(NamedTuple):
     """The tokens that a call generates, and their log-probabilities if a row asks for them."""
 
     tokens: jax.Array
-    logprobs: Logprobs
+    logprobs: Logprobs | None
+    """None, on the host: no row wants them."""
     guesses: jax.Array | None = None
     """int32 [..., num_guesses]: the tokens that may follow each; None if the model guesses none."""
 
