@@ -45,10 +45,10 @@ def problem(num_rows: int, contracted: int, width: int, dtype: jnp.dtype) -> str
     return f"{num_rows} rows" if num_rows > MAX_ROWS else ""
 
 
-def num_parts(num_blocks: int, steps: int) -> int:
-    """Parts of the steps of the contracted axis, so that num_blocks times as many blocks fill the GPU."""
+def num_parts(num_blocks: int, steps: int, wanted: int) -> int:
+    """Parts of the steps of the contracted axis, so that num_blocks times as many blocks are at least `wanted`."""
     parts = [number for number in range(1, steps + 1) if steps % number == 0 and steps // number >= STAGES]
-    return next((number for number in parts if number * num_blocks >= BLOCKS), max(parts, default=1))
+    return next((number for number in parts if number * num_blocks >= wanted), max(parts, default=1))
 
 
 @functools.partial(jax.jit, static_argnames=("function", "interpret"))  # lowered once for all layers
@@ -119,7 +119,7 @@ def products(rows_ZRK: jax.Array, matrix_EKN: jax.Array, groups_Z: jax.Array, *,
     num_slots, num_rows, contracted = rows_ZRK.shape
     num_groups, _, width = matrix_EKN.shape
     tiles = width // COLUMNS
-    parts = num_parts(num_slots * tiles, contracted // STEP)
+    parts = num_parts(num_slots * tiles, contracted // STEP, BLOCKS)
     steps = contracted // STEP // parts
     stages = min(STAGES, steps)
 

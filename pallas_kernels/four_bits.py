@@ -27,11 +27,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from pallas_kernels.few_rows import num_parts
+from pallas_kernels import few_rows
 
 GROUP, OUTPUTS, STAGES = 128, 128, 4
 MAX_ROWS = 32
 BIAS = 136
+BLOCKS = 4 * 132  # at least: four per multiprocessor of an H100 SXM, H200 or GH200
 # commit_smem is the only barrier that is needed: threads write no shared memory.
 PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
 
@@ -55,7 +56,7 @@ def products(
     num_rows = rows_RK.shape[0]
     num_groups, num_outputs = scale_GN.shape
     dtype = rows_RK.dtype
-    parts = num_parts(num_outputs // OUTPUTS, num_groups)
+    parts = few_rows.num_parts(num_outputs // OUTPUTS, num_groups, BLOCKS)
     steps = num_groups // parts
     stages = min(STAGES, steps)
     half = GROUP // 2

@@ -28,7 +28,7 @@ def test_interpreted_kernel_equals_the_formula(interpreted, monkeypatch, has_zer
     monkeypatch.setattr(kernel, "STAGES", 2)
     monkeypatch.setattr(kernel, "_biased", biased)
     monkeypatch.setattr("pallas_kernels.few_rows.STAGES", 2)
-    monkeypatch.setattr("pallas_kernels.few_rows.BLOCKS", 4)
+    monkeypatch.setattr(kernel, "BLOCKS", 4)
     rng = np.random.default_rng(0)
     weight = weight_of(rng, (8, 128), (2, 128), 8, has_zero)
     x = jnp.asarray(rng.standard_normal((3, 8, 128)), jnp.bfloat16)
