@@ -391,8 +391,9 @@ class Engine:
             how += ", and XLA is asked to make those for decoding CUDA graphs"
         logger.info("compiling %d programs%s", sum(len(stage.compilations) for stage in [first, *rest]), how)
         first.compile()
-        step_seconds, *_ = [executor.run_once(params, self.batches, first.shapes) for executor, params in executors]
-        self.scheduler.limits = self.scheduler.limits._replace(step_seconds=tuple(step_seconds.items()))
+        seconds, *_ = [executor.run_once(params, self.batches, first.shapes) for executor, params in executors]
+        limits = self.scheduler.limits
+        self.scheduler.limits = limits._replace(step_seconds=seconds.steps, chunk_seconds=seconds.chunks)
         self.use_shapes(first.shapes)
         return rest
 

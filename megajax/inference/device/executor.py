@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -105,6 +105,15 @@ def _columns(model: Model, mesh: Mesh) -> set[int]:
         for leaf, record, sharding in zip(*leaves, strict=True)
         if record.role in ("matrix", "adapter")
     }
+
+
+class CallSeconds(NamedTuple):
+    """Of calls of sequences without tokens, as measured."""
+
+    steps: tuple[tuple[int, float], ...]
+    """(rows, seconds) of decoding steps."""
+    chunks: tuple[tuple[int, float], ...]
+    """(prompt tokens, seconds) of calls with prompts that decode as well."""
 
 
 class Executor:
@@ -307,21 +316,25 @@ class Executor:
             found["images", *shape] = functools.partial(self._other_program, self._encode_images, images)
         return found
 
-    def run_once(self, params: dict, batches: Batches, shapes: Shapes) -> dict[int, float]:
-        """Runs the programs of these shapes, and those that do not depend on them; compiles what is missing.
+    def run_once(self, params: dict, batches: Batches, shapes: Shapes) -> CallSeconds:
+        """Runs the programs of these shapes, and those that do not depend on them; compiles what is missing."""
 
-        -> {rows: seconds of a decoding step of sequences without tokens}.
-        """
+        def shortest(call: Callable) -> float:
+            # The first two calls of a program also make its CUDA graph: 23 and 31 ms instead of 7 and 11 (one H100).
+            return min(_seconds(call) for _ in range(5))
 
-        def decoding_seconds(shape: tuple[int, int]) -> float:
-            start = time.perf_counter()
-            jax.block_until_ready(self.decode(params, *batches.empty_decode(*shape), 1))
-            return time.perf_counter() - start
-
-        # The first two calls of a program also make its CUDA graph: 23 and 31 ms instead of 7 and 11 (one H100).
-        step_seconds = {shape[0]: min(decoding_seconds(shape) for _ in range(5)) for shape in shapes.decode()}
-        for shape in shapes.prefill():
-            self.prefill(params, *batches.empty_prefill(*shape), False)
+        steps = [
+            (rows, shortest(functools.partial(self.decode, params, *batches.empty_decode(rows, pages), 1)))
+            for rows, pages in shapes.decode()
+        ]
+        chunks = []
+        for tokens, pages, rows_beside in shapes.prefill():
+            empty = batches.empty_prefill(tokens, pages, rows_beside)
+            call = functools.partial(self.prefill, params, *empty, False)
+            if rows_beside:
+                chunks.append((tokens, shortest(call)))
+            else:
+                call()
         for shape in self._image_shapes:
             self.encode_images(params, batches.empty_images(*shape))
         self.start_row(0, np.zeros(self.vocab_size, np.int32), np.zeros(self.vocab_size, np.float32))
@@ -329,4 +342,10 @@ class Executor:
             self.keep(0, 0)
             self.restore(0, 0)
         jax.block_until_ready(self.caches)
-        return step_seconds
+        return CallSeconds(tuple(dict(steps).items()), tuple(chunks))
+
+
+def _seconds(call: Callable) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - start

@@ -33,10 +33,9 @@ from megajax.inference.scheduling.work import (
     look_up,
 )
 
-# Of a call that decodes: longer than the host takes to prepare the next one (6 ms, with 256 rows 15: one H100), but not
-# by much, because a request that arrives waits for the calls under way.
-CALL_SECONDS = 0.012
-FULL = 0.7  # share of the tokens of a call that are not padding
+# Of a call that decodes: about what the host takes to prepare the next one, because a request that arrives waits for
+# the calls under way.
+CALL_SECONDS = 0.006
 
 
 class Limits(NamedTuple):
@@ -62,6 +61,8 @@ class Limits(NamedTuple):
     """Sequences that a call with prompts decodes."""
     step_seconds: Items[tuple[int, float]] = ()
     """(number of sequences, seconds of a step that decodes up to that many), ascending; empty: not measured."""
+    chunk_seconds: Items[tuple[int, float]] = ()
+    """(prompt tokens, seconds of a call with that many that decodes as well), ascending; empty: not measured."""
 
 
 class Scheduler:
@@ -112,7 +113,7 @@ class Scheduler:
                 self.preempt(yielding)
         decoding = [sequence for sequence in self.running if sequence.is_decoding]
         mixes = len(decoding) <= self.limits.rows_beside and not _is_constrained(decoding)
-        chunks = [] if self._has_prefilled and decoding and not mixes else self._chunks(beside=mixes and bool(decoding))
+        chunks = [] if self._has_prefilled and decoding and not mixes else self._chunks(len(decoding) if mixes else 0)
         self._has_prefilled = bool(chunks)
         if chunks:
             return self._prefill(chunks, decoding if mixes else [])
@@ -135,19 +136,28 @@ class Scheduler:
         kept = [copy for chunk in chunks if (copy := _kept(chunk, states)) is not None]
         return Prefill(chunks, runs, restored, kept)
 
-    def _call_tokens(self) -> int:
-        """Prompt tokens of a call that decodes as well. If it had much padding, a smaller one without any is better:
-        what is left comes with the next tokens of those that decode."""
+    def _call_tokens(self, num_decoding: int) -> int:
+        """Prompt tokens of a call that decodes as well: the size with which all prompts are read soonest.
+
+        A padded call is one call; smaller ones without padding bring as many tokens of those that decode. Half of the
+        time of these counts: they are wanted, and prompts wait for them.
+        """
         sizes = self.limits.chunks
         available = sum(each.num_to_prefill - each.num_written for each in self.running if each.is_prefilling)
         if self.free_rows:
             available += self.waiting.num_tokens
-        return max((size for size in sizes if FULL * size <= available), default=sizes[0])
+        costs = {size: seconds - self._step_seconds(num_decoding) / 2 for size, seconds in self.limits.chunk_seconds}
+        if available > sizes[-1] or any(size not in costs for size in sizes):
+            return next((size for size in sizes if size >= available), sizes[-1])
+        return _cheapest(max(available, 1), sizes, costs)[1]
 
-    def _chunks(self, *, beside: bool) -> list[Chunk]:
+    def _chunks(self, num_decoding: int) -> list[Chunk]:
+        """num_decoding: sequences that the call decodes."""
         chunks: list[Chunk] = []
         # An image may need a whole call.
-        tokens = self._call_tokens() if beside and not self.limits.whole_images else self.limits.chunks[-1]
+        tokens = self.limits.chunks[-1]
+        if num_decoding and not self.limits.whole_images:
+            tokens = self._call_tokens(num_decoding)
         pages = self.limits.chunk_pages
         room = math.inf if self.limits.image_tokens is None else self.limits.image_tokens
         for sequence in self._prefilling():
@@ -310,10 +320,14 @@ class Scheduler:
         return Decode(runs, num_steps)
 
     def _num_steps(self, num_rows: int) -> int:
-        for rows, seconds in self.limits.step_seconds:
-            if rows >= num_rows:
-                return min(math.ceil(CALL_SECONDS / seconds), self.limits.decode_steps)
-        return self.limits.decode_steps
+        seconds = self._step_seconds(num_rows)
+        if not seconds:
+            return self.limits.decode_steps
+        return max(min(round(CALL_SECONDS / seconds), self.limits.decode_steps), 1)
+
+    def _step_seconds(self, num_rows: int) -> float:
+        """Of a step that decodes this many sequences; 0: not measured."""
+        return next((seconds for rows, seconds in self.limits.step_seconds if rows >= num_rows), 0.0)
 
     def _drafts(self, decoding: list[Sequence]) -> Guesses:
         """Guesses, as far as there are rows of a step that no sequence needs."""
@@ -375,6 +389,16 @@ class Scheduler:
 
 def _is_constrained(decoding: Items[Sequence]) -> bool:
     return any(sequence.matcher is not None for sequence in decoding)
+
+
+def _cheapest(tokens: int, sizes: Items[int], costs: dict[int, float]) -> tuple[float, int]:
+    """-> (cost of calls that together have so many prompt tokens, size of the first of them)."""
+    padded = next(size for size in sizes if size >= tokens)
+    full = max((size for size in sizes if size < tokens), default=None)
+    if full is None:
+        return costs[padded], padded
+    rest, _ = _cheapest(tokens - full, sizes, costs)
+    return min((costs[padded], padded), (costs[full] + rest, full))
 
 
 def _kept(chunk: Chunk, states: KeptStates) -> Copy | None:
