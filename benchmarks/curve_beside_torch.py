@@ -102,8 +102,8 @@ def main(arguments: list[str]) -> None:
     if values["output"]:
         Path(values["output"]).write_text(json.dumps(found) + "\n")
     if values["plot"]:
-        curves = {name: found[name]["losses"] for name in ("torch", "megajax")}
-        figures.losses(values["plot"], range(1, len(curves["torch"]) + 1), curves)
+        curves = {"PyTorch": found["torch"]["losses"], "megajax": found["megajax"]["losses"]}
+        figures.losses(values["plot"], range(1, len(curves["PyTorch"]) + 1), curves)
 
 
 if __name__ == "__main__":
