@@ -319,12 +319,12 @@ class Executor:
     def run_once(self, params: dict, batches: Batches, shapes: Shapes) -> CallSeconds:
         """Runs the programs of these shapes, and those that do not depend on them; compiles what is missing."""
 
-        def shortest(call: Callable) -> float:
+        def shortest(call: Callable, count: int) -> float:
             # The first two calls of a program also make its CUDA graph: 23 and 31 ms instead of 7 and 11 (one H100).
-            return min(_seconds(call) for _ in range(5))
+            return min(_seconds(call) for _ in range(count))
 
         steps = [
-            (rows, shortest(functools.partial(self.decode, params, *batches.empty_decode(rows, pages), 1)))
+            (rows, shortest(functools.partial(self.decode, params, *batches.empty_decode(rows, pages), 1), 5))
             for rows, pages in shapes.decode()
         ]
         chunks = []
@@ -332,7 +332,7 @@ class Executor:
             empty = batches.empty_prefill(tokens, pages, rows_beside)
             call = functools.partial(self.prefill, params, *empty, False)
             if rows_beside:
-                chunks.append((tokens, shortest(call)))
+                chunks.append((tokens, shortest(call, 3)))  # up to a second each
             else:
                 call()
         for shape in self._image_shapes:
