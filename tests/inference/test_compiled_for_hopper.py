@@ -12,6 +12,7 @@ from benchmarks.hlo import Program
 from megajax.inference.device import programs
 from megajax.inference.device.batches import Batches, Shapes
 from megajax.inference.device.executor import LARGEST_JOINED, decode_options, prefill_options
+from megajax.inference.device.packing import num_words, unpacked
 from megajax.inference.device.programs import Rows
 from megajax.inference.device.weights import FORMATS, joined_layers
 from megajax.layers.attention.kv_cache import PoolSizes
@@ -88,7 +89,7 @@ def check(mlp_dim, *names, transforms=()):
              "mixed": (matrices, prefill, mixed, 64 * MiB), "32 rows": (matrices, decode, many_rows, 8 * MiB)}
     for name, format in FORMATS.items():
         calls[name] = (joined(model, quantized(model, params, format)), decode, one_row, 2 * MiB)
-    # Each row has products for each group, of 1.75 MiB; the smallest copy of a matrix would have 32.
+    # The parts of a product in 4 bits have up to 1.75 MiB; the smallest copy of a matrix would have 32.
     for name, given, large in (("int4", one_row, 4 * MiB), ("int4, 8 rows", some_rows, 16 * MiB)):
         calls[name] = (joined(model, in_groups(model, params)), decode, given, large)
     for name in names or calls:
@@ -98,9 +99,12 @@ def check(mlp_dim, *names, transforms=()):
         else:
             options = prefill_options(weights, mesh, len(given[0].tokens_T))
         dump = tempfile.mkdtemp()
-        compiled = jax.jit(function, donate_argnums=(1, 2)).lower(
-            weights, caches, rows, *abstract(given)
-        ).compile(compiler_options=options | {"xla_dump_to": dump})
+        def call(weights, caches, rows, words):
+            return function(weights, caches, rows, *unpacked(words, given))
+        words = jax.ShapeDtypeStruct((num_words(given),), jnp.uint32, sharding=replicated)
+        compiled = jax.jit(call, donate_argnums=(1, 2)).lower(weights, caches, rows, words).compile(
+            compiler_options=options | {"xla_dump_to": dump}
+        )
         program = Program(compiled.as_text())
         # A kernel that sorts many rows, which this compiler does not have, could not be in a graph.
         in_graph = is_one_graph(dump) and " sort(" not in compiled.as_text()
