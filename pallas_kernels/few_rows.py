@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import gated
+from pallas_kernels.shared_memory import swizzled
 
 COLUMNS, STEP, STAGES = 128, 64, 4
 HIDDEN_COLUMNS, HIDDEN_STAGES = 64, 6
@@ -102,8 +103,8 @@ def hidden(
         out_type=jax.ShapeDtypeStruct((num_slots, num_rows, width), dtype),
         scratch_types=[
             plgpu.Barrier(num_arrivals=3, num_barriers=stages),
-            _swizzled((stages, num_rows, STEP), dtype),
-            _swizzled((2, stages, STEP, HIDDEN_COLUMNS), dtype),
+            swizzled((stages, num_rows, STEP), dtype),
+            swizzled((2, stages, STEP, HIDDEN_COLUMNS), dtype),
         ],
         grid=(num_slots, width // HIDDEN_COLUMNS),
         grid_names=("slot", "column"),
@@ -152,8 +153,8 @@ def products(rows_ZRK: jax.Array, matrix_EKN: jax.Array, groups_Z: jax.Array, *,
         out_type=jax.ShapeDtypeStruct((parts, num_slots, width, num_rows), jnp.float32),
         scratch_types=[
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            _swizzled((stages, num_rows, STEP), rows_ZRK.dtype),
-            _swizzled((stages, STEP, COLUMNS), rows_ZRK.dtype),
+            swizzled((stages, num_rows, STEP), rows_ZRK.dtype),
+            swizzled((stages, STEP, COLUMNS), rows_ZRK.dtype),
         ],
         grid=(num_slots, tiles, parts),
         grid_names=("slot", "column", "part"),
@@ -183,8 +184,3 @@ def _store_transposed(ref, value):
 
 def _transposed(ref):
     return ref.transpose((1, 0))
-
-
-def _swizzled(shape, dtype):
-    tile = (8, 128 // jnp.dtype(dtype).itemsize)
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform(tile), plgpu.SwizzleTransform(128)))

@@ -28,6 +28,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from pallas_kernels import few_rows
+from pallas_kernels.shared_memory import swizzled
 
 GROUP, OUTPUTS, STAGES = 128, 128, 4
 MAX_ROWS = 32
@@ -104,8 +105,8 @@ def products(
         out_type=jax.ShapeDtypeStruct((parts, num_outputs, num_rows), jnp.float32),
         scratch_types=[
             plgpu.Barrier(num_arrivals=2 + len(of_groups), num_barriers=stages),
-            _swizzled((stages, num_rows, GROUP), dtype),
-            _swizzled((stages, OUTPUTS, half), values_NB.dtype),
+            swizzled((stages, num_rows, GROUP), dtype),
+            swizzled((stages, OUTPUTS, half), values_NB.dtype),
             plgpu.SMEM((stages, OUTPUTS), scale_GN.dtype),
             None if zero_GN is None else plgpu.SMEM((stages, OUTPUTS), zero_GN.dtype),
         ],
@@ -165,11 +166,3 @@ def _product(factors, rows_ref, sum_ref):
         half = pl.ds(number * GROUP // 2, GROUP // 2)
         plgpu.wgmma(sum_ref, factor, rows_ref.at[:, half].transpose((1, 0)))
     return sum_ref[...]
-
-
-def _swizzled(shape, dtype):
-    size = jnp.dtype(dtype).itemsize
-    width = min(128, shape[-1] * size)
-    return plgpu.SMEM(
-        shape, dtype, transforms=(plgpu.TilingTransform((8, width // size)), plgpu.SwizzleTransform(width))
-    )

@@ -32,6 +32,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.shared_memory import swizzled
+
 MASKED_SCORE = -1e30  # below every score; not -inf, so that a part without tokens gives 0 and no NaN
 LOG2E = math.log2(math.e)
 MAX_HEADS = 64  # per kv head
@@ -96,10 +98,10 @@ def decode(
     is_int8 = scales_ZCKS is not None
     rows = -(-group // 8) * 8
     stages = stages or num_stages(is_int8)
-    ring = [_tiled((stages, block, head_dim), pages_ZCKSH.dtype)] * 2
+    ring = [swizzled((stages, block, head_dim), pages_ZCKSH.dtype)] * 2
     if is_int8:
-        ring += [plgpu.SMEM((stages, 2, block), jnp.float32), _tiled((block, head_dim), q_BNH.dtype)]
-    own = [_tiled((rows, head_dim), q_BNH.dtype), _tiled((rows, block), q_BNH.dtype)]
+        ring += [plgpu.SMEM((stages, 2, block), jnp.float32), swizzled((block, head_dim), q_BNH.dtype)]
+    own = [swizzled((rows, head_dim), q_BNH.dtype), swizzled((rows, block), q_BNH.dtype)]
     most_tokens = table_BP.shape[1] * page_size
     parts = parts or num_parts(batch, kv_heads, min(most_tokens, window or most_tokens), is_int8, block)
     q_BKRH = jnp.pad(q_BNH.reshape(batch, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, rows - group), (0, 0)))
@@ -310,12 +312,3 @@ def _product(a, b_ref, before=None, transposed=False):
 
 def _store_transposed(ref, value):
     ref.transpose((1, 0))[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
-
-
-def _tiled(shape, dtype):
-    """Shared memory in the layout of the tensor cores and TMA: tiles of 8 rows and up to 128 bytes, swizzled."""
-    size = jnp.dtype(dtype).itemsize
-    width = min(128, shape[-1] * size)
-    return plgpu.SMEM(
-        shape, dtype, transforms=(plgpu.TilingTransform((8, width // size)), plgpu.SwizzleTransform(width))
-    )

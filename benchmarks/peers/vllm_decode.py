@@ -83,7 +83,8 @@ class Peer:
         """The time of the tokens after the first."""
 
         def prompts(seed: int) -> list[list[int]]:
-            found = requests.prompts_of(4 * batch_size, self.vocab_size, seed)
+            # Other prompts than for other batches, which vLLM would have cached.
+            found = requests.prompts_of(4 * batch_size, self.vocab_size, 100 * batch_size + seed)
             tokens = [token for prompt in found for token in prompt] * 4
             return [tokens[PROMPT_TOKENS * row : PROMPT_TOKENS * (row + 1)] for row in range(batch_size)]
 

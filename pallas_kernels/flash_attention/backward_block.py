@@ -19,7 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.flash_attention.schedule import FIRST, HEAD, LAST, NUMBER, SEQUENCE, ZERO, Schedule
-from pallas_kernels.flash_attention.tiles import Tiles, capped, seen, swizzled
+from pallas_kernels.flash_attention.tiles import Tiles, capped, seen
+from pallas_kernels.shared_memory import swizzled
 
 # Inputs (lse: log2(e) times the log-sum-exp); d_q, to which the kernel adds; d_k and d_v, which it writes.
 Global = collections.namedtuple("Global", "q k v d_out lse delta bounds ranges d_q d_k d_v")

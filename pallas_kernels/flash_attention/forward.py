@@ -27,9 +27,9 @@ from pallas_kernels.flash_attention.tiles import (
     kernel,
     range_of_keys,
     seen,
-    swizzled,
     to_eights,
 )
+from pallas_kernels.shared_memory import swizzled
 
 STAGES = 2  # tiles of keys and of values in flight
 BY_ROW = plgpu.Layout.WGMMA.reduce(1)

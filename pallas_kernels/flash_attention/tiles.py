@@ -129,15 +129,6 @@ def to_eights(a, axis=1, **options):
     return jnp.pad(a, [(0, -size % 8 if number == axis else 0) for number, size in enumerate(a.shape)], **options)
 
 
-def swizzled(shape, dtype, columns=0):
-    """Shared memory in the layout that TMA writes and wgmma reads. A row of a tile has 128, 64 or 32 bytes, the most
-    that divide the last dim, and its parts of `columns` elements if it is read in parts."""
-    itemsize = jnp.dtype(dtype).itemsize
-    swizzle = math.gcd(128, shape[-1] * itemsize, columns * itemsize)
-    tile = (8, swizzle // itemsize)
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform(tile), plgpu.SwizzleTransform(swizzle)))
-
-
 def kernel(body, out_type, scratch, blocks, interpret):
     return plgpu.kernel(
         body,

@@ -27,8 +27,8 @@ from pallas_kernels.grouped_matmul.steps import (
     for_each_tile,
     load_steps,
     store,
-    swizzled,
 )
+from pallas_kernels.shared_memory import swizzled
 
 ROW_AXIS = 4  # of the registers of the layout WGMMA: rows 8 apart
 GROUP, FIRST, COUNT, START, BEGIN, END, TOTAL = range(7)  # columns of the table of row tiles

@@ -13,11 +13,6 @@ PANEL = 16  # row tiles that are processed together, column by column
 PIECE_BYTES = 128  # of a row of the result, copied out at a time
 
 
-def swizzled(shape, dtype):
-    tile = (8, 128 // jnp.dtype(dtype).itemsize)
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform(tile), plgpu.SwizzleTransform(128)))
-
-
 def for_each_tile(total, one_tile):
     """Runs one_tile(index, iteration) -> iteration for each tile of this block. An iteration is one step of a tile,
     counted over all of them."""

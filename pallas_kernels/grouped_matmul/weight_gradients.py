@@ -19,8 +19,8 @@ from pallas_kernels.grouped_matmul.steps import (
     for_each_tile,
     load_steps,
     store,
-    swizzled,
 )
+from pallas_kernels.shared_memory import swizzled
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The small arrays of a call as one: the host sends one about as fast as each of 17.
+"""The small arrays of a call as one, which the host sends in place of 17.
 
 Numbers of 32 bits are themselves, a bool is a word. Each array begins at a multiple of 256 bytes: XLA passes parts of
 an array to kernels where they are, and those of Mosaic ask for that.

@@ -392,7 +392,7 @@ def _is_constrained(decoding: Items[Sequence]) -> bool:
 
 
 def _cheapest(tokens: int, sizes: Items[int], costs: dict[int, float]) -> tuple[float, int]:
-    """-> (cost of calls that together have so many prompt tokens, size of the first of them)."""
+    """-> (cost of the calls that compute `tokens` prompt tokens, size of the first of them)."""
     padded = next(size for size in sizes if size >= tokens)
     full = max((size for size in sizes if size < tokens), default=None)
     if full is None:
