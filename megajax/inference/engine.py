@@ -393,7 +393,7 @@ class Engine:
         first.compile()
         seconds, *_ = [executor.run_once(params, self.batches, first.shapes) for executor, params in executors]
         limits = self.scheduler.limits
-        self.scheduler.limits = limits._replace(step_seconds=seconds.steps, chunk_seconds=seconds.chunks)
+        self.scheduler.limits = limits._replace(step_seconds=seconds.steps, prefill_seconds=seconds.prefill)
         self.use_shapes(first.shapes)
         return rest
 

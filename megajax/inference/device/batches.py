@@ -31,7 +31,13 @@ from megajax.layers.lora import NO_ADAPTER
 from megajax.media.rows import TEXT
 
 MIN_CHUNK = 16  # tokens of the smallest prefill program
-GPU_MIN_CHUNK = 64  # the same on a GPU, where so few tokens take the time of reading the weights
+# On a GPU, of a call with a prompt, what decodes beside it included. 64 and 256 tokens took 8.7 and 9.8 ms, beside 64
+# sequences 128 and 256 took 12.7 and 13.8 (Llama-3 8B on one H100).
+GPU_MIN_TOKENS = 256
+GPU_TILE = 64  # rows of those of products that so few have
+# Sequences that decode beside most prompts, and the largest such calls; larger ones have room for all sequences.
+FEW_BESIDE = 64
+MOST_WITH_FEW = 1024
 # For a single row, XLA computes small products as a multiplication and a sum, and wrote the products of the key and
 # value matrices to memory: 8 MiB each in every layer of Llama-3 8B (compiled for H100, jaxlib 0.11.2).
 MIN_ROWS = 2
@@ -41,6 +47,15 @@ NEXT_ROWS = 8
 DOUBLED_ROWS = 32
 MIN_TABLE = 16  # pages of the smallest table, where its size matters
 MAX_CHUNKS = 16  # sequences whose prompts one call computes
+
+
+class PrefillShape(NamedTuple):
+    tokens: int
+    """Of prompts."""
+    pages: int
+    """Of the sequences of these prompts together."""
+    rows_beside: int
+    """Sequences that are decoded as well."""
 
 
 class Shapes(NamedTuple):
@@ -53,12 +68,10 @@ class Shapes(NamedTuple):
     """Rows of a decoding step."""
     tables: list[int]
     """Pages of each of them."""
-    chunks: list[int]
-    """Prompt tokens of a call."""
+    prefill: list[PrefillShape]
+    """For each number of prompt tokens one with most_pages, and perhaps one for prompts alone that begin here."""
     most_pages: int
-    """Of the sequences of such a call together."""
-    rows_beside: int = 0
-    """Sequences that such a call decodes, if any; 0: none."""
+    """Of the sequences of a call with prompts together."""
 
     @staticmethod
     def of(
@@ -66,26 +79,47 @@ class Shapes(NamedTuple):
     ) -> "Shapes":
         """max_length: maximum tokens of a sequence. has_kernel: whether attention reads only the pages of a sequence;
         the reference gathers the whole table, so the size of the table matters. mixes: whether calls with prompts
-        decode as well. Their tokens and those of prompts are then together as many as the tiles of products divide
-        (beside 256 sequences 4,096 prompt tokens took 98 ms and alone 78: Llama-3 8B on one H100)."""
+        decode as well."""
         table = -(-max_length // sizes.page_size)
-        least = GPU_MIN_CHUNK if has_kernel else MIN_CHUNK
-        chunks = sizes_between(least, max(max_batch_tokens, least), 4)
-        rows_beside = sizes.num_rows if mixes else 0
-        room = -(-rows_beside // GPU_MIN_CHUNK) * GPU_MIN_CHUNK
-        chunks = sorted({size - room if size > 2 * room else size for size in chunks})
+        num_chunks = min(MAX_CHUNKS, sizes.num_rows)
+        least = GPU_MIN_TOKENS if has_kernel else MIN_CHUNK
+        totals = sizes_between(least, max_batch_tokens, 4)
+        beside = _beside(sizes.num_rows, totals) if mixes else {(tokens, 0) for tokens in totals}
+        chunks = sorted({tokens for tokens, _ in beside})
+
+        def pages(tokens: int) -> int:
+            return -(-tokens // sizes.page_size) + num_chunks
+
+        most_pages = table + pages(chunks[-1])
+        prefill = {PrefillShape(tokens, most_pages, rows) for tokens, rows in beside}
+        for total in totals:
+            tokens = max((tokens for tokens in chunks if tokens <= total), default=chunks[0])
+            prefill.add(PrefillShape(tokens, min(pages(tokens), most_pages), 0))
         smallest = {min(rows, sizes.num_rows) for rows in (MIN_ROWS, NEXT_ROWS)}
         gpu_rows = sorted({*smallest, *sizes_between(DOUBLED_ROWS, sizes.num_rows)})
-        shapes = Shapes(
+        return Shapes(
             page_size=sizes.page_size,
-            num_chunks=min(MAX_CHUNKS, sizes.num_rows),
+            num_chunks=num_chunks,
             rows=gpu_rows if has_kernel else sizes_between(1, sizes.num_rows, 4),
             tables=[table] if has_kernel else sorted({min(MIN_TABLE, table), table}),
-            chunks=chunks,
-            most_pages=table,
-            rows_beside=rows_beside,
+            prefill=sorted(prefill),
+            most_pages=most_pages,
         )
-        return shapes._replace(most_pages=table + shapes._chunk_pages(chunks[-1]))
+
+    @property
+    def decode(self) -> list[tuple[int, int]]:
+        """Of decoding: (rows, pages of each)."""
+        return [(rows, pages) for rows in self.rows for pages in self.tables]
+
+    @property
+    def chunks(self) -> list[int]:
+        """Prompt tokens of a call."""
+        return sorted({shape.tokens for shape in self.prefill})
+
+    @property
+    def rows_beside(self) -> int:
+        """The largest number of sequences that a call with prompts decodes; 0: none."""
+        return max(shape.rows_beside for shape in self.prefill)
 
     def stages(self) -> list["Shapes"]:
         """What to compile first, what next, ..., up to all shapes: each stage has those before it.
@@ -93,32 +127,35 @@ class Shapes(NamedTuple):
         Every stage serves every request: with the first one, sequences are decoded few at a time, and prompts are
         computed in small chunks.
         """
-        count = max(len(self.rows), len(self.chunks))
-        return [self._replace(rows=self.rows[:end], chunks=self.chunks[:end]) for end in range(1, count + 1)]
-
-    def decode(self) -> list[tuple[int, int]]:
-        """Of decoding: (rows, pages of each)."""
-        return [(rows, pages) for rows in self.rows for pages in self.tables]
-
-    def prefill(self) -> list[tuple[int, int, int]]:
-        """Of prompts: (tokens, pages, rows beside)."""
-        return [(length, *form) for length in self.chunks for form in self._prefill_forms(length)]
+        chunks = self.chunks
+        found = []
+        for end in range(1, max(len(self.rows), len(chunks)) + 1):
+            prefill = [shape for shape in self.prefill if shape.tokens in chunks[:end]]
+            found.append(self._replace(rows=self.rows[:end], prefill=prefill))
+        return found
 
     def fitting_decode(self, num_rows: int, num_pages: int) -> tuple[int, int]:
         return fitting(num_rows, self.rows), fitting(num_pages, self.tables)
 
-    def fitting_prefill(self, num_tokens: int, num_pages: int, num_rows: int = 0) -> tuple[int, int, int]:
-        length = fitting(num_tokens, self.chunks)
-        forms = self._prefill_forms(length)
-        return length, *next(form for form in forms if form[0] >= num_pages and form[1] >= num_rows)
+    def fitting_prefill(self, num_tokens: int, num_pages: int, num_rows: int = 0) -> PrefillShape:
+        """The smallest one that is large enough."""
+        least = (num_tokens, num_pages, num_rows)
+        enough = (shape for shape in self.prefill if all(map(operator.ge, shape, least)))
+        return min(enough, key=lambda shape: (shape.tokens + shape.rows_beside, shape.rows_beside, shape.pages))
 
-    def _chunk_pages(self, length: int) -> int:
-        """Pages of `length` tokens of several sequences."""
-        return -(-length // self.page_size) + self.num_chunks
 
-    def _prefill_forms(self, length: int) -> list[tuple[int, int]]:
-        """(size of the table, rows beside): for prompts alone that begin here, and for all other calls."""
-        return sorted({(min(self._chunk_pages(length), self.most_pages), 0), (self.most_pages, self.rows_beside)})
+def _beside(num_rows: int, totals: Items[int]) -> set[tuple[int, int]]:
+    """(prompt tokens, rows beside) of calls. totals: of those with room for all num_rows, both together.
+
+    Both are together as many as the tiles of products divide (beside 256 sequences 4,096 prompt tokens took 98 ms and
+    alone 78: Llama-3 8B on one H100). Calls with room for few sequences are smaller, and more sizes of them exist.
+    """
+    fine = range(GPU_MIN_TOKENS, min(MOST_WITH_FEW, totals[-1]) + 1, GPU_MIN_TOKENS)
+    found = set()
+    for rows, of_both in ((min(num_rows, FEW_BESIDE), fine), (num_rows, totals)):
+        room = -(-rows // GPU_TILE) * GPU_TILE
+        found |= {(max(total, 2 * room) - room, rows) for total in of_both}
+    return found
 
 
 class Batches:
@@ -194,8 +231,8 @@ class Batches:
         """The tokens of all chunks, one after the other."""
         num_tokens = sum(chunk.end - chunk.start for chunk in work.chunks)
         num_pages = sum(self._num_pages(chunk) for chunk in work.chunks)
-        *shape, num_rows = self.shapes.fitting_prefill(num_tokens, num_pages, len(work.beside))
-        batch = self._padding(*shape)
+        shape = self.shapes.fitting_prefill(num_tokens, num_pages, len(work.beside))
+        batch = self._padding(shape.tokens, shape.pages)
         last = [chunk for chunk in work.chunks if chunk.is_last]
         token = 0
         page = 0
@@ -208,7 +245,7 @@ class Batches:
             page += self._num_pages(chunk)
         # The padding attends to nothing, with bounds that do not decrease.
         batch.lower_T[token:] = batch.upper_T[token:] = batch.upper_T[token - 1]
-        beside = self._beside(work.beside, num_rows)
+        beside = self._beside(work.beside, shape.rows_beside)
         return batch, self.chooser([chunk.sequence for chunk in last], self.shapes.num_chunks), beside
 
     def empty_prefill(

@@ -112,8 +112,8 @@ class CallSeconds(NamedTuple):
 
     steps: tuple[tuple[int, float], ...]
     """(rows, seconds) of decoding steps."""
-    chunks: tuple[tuple[int, float], ...]
-    """(prompt tokens, seconds) of calls with prompts that decode as well."""
+    prefill: tuple[tuple[int, int, float], ...]
+    """(prompt tokens, rows beside, seconds) of calls with prompts that decode as well."""
 
 
 class Executor:
@@ -305,10 +305,10 @@ class Executor:
     def compilations(self, params: dict, batches: Batches, shapes: Shapes) -> dict[tuple, Compilation]:
         """By function and shape: each compiles a program, unless that has been done. They keep no arrays."""
         found: dict[tuple, Compilation] = {}
-        for shape in shapes.decode():
+        for shape in shapes.decode:
             function, *arguments = self._decode_arguments(params, *batches.empty_decode(*shape), 1)
             found["decode", *shape] = functools.partial(self._program, function, *self._abstract(arguments))
-        for shape in shapes.prefill():
+        for shape in shapes.prefill:
             function, *arguments = self._prefill_arguments(params, *batches.empty_prefill(*shape), False)
             found["prefill", *shape] = functools.partial(self._program, function, *self._abstract(arguments))
         for shape in self._image_shapes:
@@ -325,14 +325,13 @@ class Executor:
 
         steps = [
             (rows, shortest(functools.partial(self.decode, params, *batches.empty_decode(rows, pages), 1), 5))
-            for rows, pages in shapes.decode()
+            for rows, pages in shapes.decode
         ]
-        chunks = []
-        for tokens, pages, rows_beside in shapes.prefill():
-            empty = batches.empty_prefill(tokens, pages, rows_beside)
-            call = functools.partial(self.prefill, params, *empty, False)
-            if rows_beside:
-                chunks.append((tokens, shortest(call, 3)))  # up to a second each
+        prefill = []
+        for shape in shapes.prefill:
+            call = functools.partial(self.prefill, params, *batches.empty_prefill(*shape), False)
+            if shape.rows_beside:
+                prefill.append((shape.tokens, shape.rows_beside, shortest(call, 3)))  # up to a second each
             else:
                 call()
         for shape in self._image_shapes:
@@ -342,7 +341,7 @@ class Executor:
             self.keep(0, 0)
             self.restore(0, 0)
         jax.block_until_ready(self.caches)
-        return CallSeconds(tuple(dict(steps).items()), tuple(chunks))
+        return CallSeconds(tuple(dict(steps).items()), tuple(prefill))
 
 
 def _seconds(call: Callable) -> float:

@@ -61,8 +61,9 @@ class Limits(NamedTuple):
     """Sequences that a call with prompts decodes."""
     step_seconds: Items[tuple[int, float]] = ()
     """(number of sequences, seconds of a step that decodes up to that many), ascending; empty: not measured."""
-    chunk_seconds: Items[tuple[int, float]] = ()
-    """(prompt tokens, seconds of a call with that many that decodes as well), ascending; empty: not measured."""
+    prefill_seconds: Items[tuple[int, int, float]] = ()
+    """(prompt tokens, sequences, seconds) of calls with up to that many prompt tokens that decode up to that many
+    sequences; empty: not measured."""
 
 
 class Scheduler:
@@ -137,17 +138,21 @@ class Scheduler:
         return Prefill(chunks, runs, restored, kept)
 
     def _call_tokens(self, num_decoding: int) -> int:
-        """Prompt tokens of a call that decodes as well: the size with which all prompts are read soonest.
+        """Prompt tokens of a call that decodes this many sequences: the size with which all prompts are read soonest.
 
         A padded call is one call; smaller ones without padding bring as many tokens of those that decode. Half of the
         time of these counts: they are wanted, and prompts wait for them.
         """
-        sizes = self.limits.chunks
         available = sum(each.num_to_prefill - each.num_written for each in self.running if each.is_prefilling)
         if self.free_rows:
             available += self.waiting.num_tokens
-        costs = {size: seconds - self._step_seconds(num_decoding) / 2 for size, seconds in self.limits.chunk_seconds}
-        if available > sizes[-1] or any(size not in costs for size in sizes):
+        decoding_seconds = self._step_seconds(num_decoding) / 2 if num_decoding else 0.0
+        costs: dict[int, float] = {}
+        for tokens, most, seconds in self.limits.prefill_seconds:
+            if most >= num_decoding:
+                costs[tokens] = min(seconds - decoding_seconds, costs.get(tokens, math.inf))
+        sizes = sorted(costs) or self.limits.chunks
+        if available > sizes[-1] or not costs:
             return next((size for size in sizes if size >= available), sizes[-1])
         return _cheapest(max(available, 1), sizes, costs)[1]
 
@@ -156,7 +161,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         # An image may need a whole call.
         tokens = self.limits.chunks[-1]
-        if num_decoding and not self.limits.whole_images:
+        if not self.limits.whole_images:
             tokens = self._call_tokens(num_decoding)
         pages = self.limits.chunk_pages
         room = math.inf if self.limits.image_tokens is None else self.limits.image_tokens

@@ -22,22 +22,40 @@ def test_few_programs_serve_any_request_and_the_others_come_in_stages():
     sizes = PoolSizes(num_pages=256, page_size=64, num_rows=serving.max_rows, dtype=jnp.dtype(jnp.float32))
     shapes = Shapes.of(sizes, max_length=8192, max_batch_tokens=serving.max_batch_tokens, has_kernel=False)
     stages = shapes.stages()
-    counts = [len(stage.decode()) + len(stage.prefill()) for stage in stages]
+    counts = [len(stage.decode) + len(stage.prefill) for stage in stages]
     assert counts == [4, 8, 12] and stages[-1] == shapes
     for stage in stages:
-        assert stage.fitting_decode(stage.rows[-1], 8192 // 64) in stage.decode()  # the longest sequence
-        assert stage.fitting_prefill(stage.chunks[-1], stage.most_pages) in stage.prefill()
-        assert {*stage.decode(), *stage.prefill()} <= {*shapes.decode(), *shapes.prefill()}
+        assert stage.fitting_decode(stage.rows[-1], 8192 // 64) in stage.decode  # the longest sequence
+        assert stage.fitting_prefill(stage.chunks[-1], stage.most_pages) in stage.prefill
+        assert {*stage.decode, *stage.prefill} <= {*shapes.decode, *shapes.prefill}
 
 
 @pytest.mark.parametrize(
-    ("rows", "tokens", "chunks"),
-    [(256, 8192, [64, 256, 768, 3840, 7936]), (32, 1024, [64, 192, 960]), (128, 300, [64, 172, 256]), (1, 64, [64])],
+    ("rows", "tokens", "few", "all_rows", "alone"),
+    [
+        (256, 8192, [192, 448, 704, 960], [256, 768, 3840, 7936], [256, 960, 3840, 7936]),
+        (32, 1024, [], [192, 448, 704, 960], [192, 960]),
+        (128, 300, [192], [128, 172], [192]),
+        (256, 64, [], [256], [256]),
+        (1, 64, [], [64], [64]),
+    ],
 )
-def test_calls_with_prompts_have_room_for_the_sequences_that_decode_beside_them(rows, tokens, chunks):
+def test_calls_with_prompts_have_room_for_few_or_all_of_the_sequences_that_decode(rows, tokens, few, all_rows, alone):
     sizes = SIZES._replace(num_rows=rows)
     shapes = Shapes.of(sizes, max_length=64, max_batch_tokens=tokens, has_kernel=True, mixes=True)
-    assert (shapes.chunks, shapes.rows_beside) == (chunks, rows)
+    by_rows = {64: few, 0: alone, rows: all_rows}
+    assert {number: [shape.tokens for shape in shapes.prefill if shape.rows_beside == number]
+            for number in (64, 0, rows)} == by_rows  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("pages", "decoding", "shape"),
+    [(16, 0, (256, 0)), (100, 0, (448, 64)), (16, 1, (448, 64)), (16, 64, (448, 64)), (16, 65, (256, 256))],
+)
+def test_a_call_has_the_smallest_shape_with_enough_room(pages, decoding, shape):
+    shapes = Shapes.of(SIZES._replace(num_rows=256), 8192, 8192, True, mixes=True)
+    fitting = shapes.fitting_prefill(250, pages, decoding)
+    assert (fitting.tokens, fitting.rows_beside) == shape and fitting.pages >= pages
 
 
 def test_tokens_of_a_prompt_attend_to_their_sequence_and_padding_to_nothing_with_bounds_that_never_decrease():

@@ -192,8 +192,9 @@ def submit(scheduler, prompt, max_tokens, owner=Owner()):
     return request
 
 
-MEASURED = ((4, 0.012), (16, 0.015), (64, 0.045))
-"""Calls with prompts; a step takes 8 ms, and half of it counts as decoding: they cost 8, 11 and 41 ms."""
+MEASURED = ((4, 4, 0.012), (16, 4, 0.015), (20, 0, 0.005), (64, 4, 0.045))
+"""Calls with prompts; a step takes 8 ms, and half of it counts as decoding: they cost 8, 11 and 41 ms. The one that
+decodes nothing is for prompts alone."""
 
 
 @pytest.mark.parametrize(
@@ -209,8 +210,8 @@ MEASURED = ((4, 0.012), (16, 0.015), (64, 0.045))
 )
 def test_calls_with_prompts_decode_too_and_take_the_least_time(length, computed):
     limits = Limits(
-        4, [4, 16, 64], num_chunks=4, chunk_pages=200, decode_steps=2, rows_beside=4, step_seconds=((4, 0.008),),
-        chunk_seconds=MEASURED,
+        4, [4, 16, 20, 64], num_chunks=4, chunk_pages=200, decode_steps=2, rows_beside=4, step_seconds=((4, 0.008),),
+        prefill_seconds=MEASURED,
     )  # fmt: skip
     scheduler = Scheduler(PagePool(200, 2), limits)
     submit(scheduler, [1] * 10, 40)
