@@ -376,7 +376,8 @@ class Engine:
         """The next calls have only these shapes; not fewer than calls under way have."""
         self.batches.shapes = shapes
         limits = self.scheduler.limits
-        self.scheduler.use(limits._replace(num_rows=shapes.rows[-1], chunks=shapes.chunks))
+        of_shapes = dict(num_rows=shapes.rows[-1], chunks=shapes.chunks, chunk_pages=shapes.most_pages)
+        self.scheduler.use(limits._replace(**of_shapes))
 
     def _warm_up(self, shapes: Items[Shapes]) -> list[Stage]:
         executors = [(self.executor, self.params)]

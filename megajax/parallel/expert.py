@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.mesh import compat
 from megajax.mesh.current import axis_size, free_axes, manual
 from megajax.mesh.sharding import ACTIVATION_AXES, WEIGHT_AXES, activation_spec, axes_of, rows_spec
+from megajax.ops.ranking import ends_of, places_in_order
 
 logger = logging.getLogger("megajax")
 
@@ -72,21 +73,21 @@ class AllGather:
 
     def rounds_needed(self, experts_nK: jax.Array) -> jax.Array:
         """int32: by any device."""
-        counts = lax.psum(_counts(experts_nK.ravel(), self.num_experts), AXIS)
-        return -(-jnp.max(counts.reshape(self.num_ranks, -1).sum(1)) // self.num_rows)
+        to_rank = lax.psum(_to_ranks(experts_nK, self.num_ranks, self.local_experts), AXIS)
+        return -(-jnp.max(to_rank) // self.num_rows)
 
     def plan(self, experts_nK: jax.Array, turn) -> Plan:
         chosen = lax.all_gather(experts_nK, AXIS, axis=0, tiled=True).ravel()
         local = chosen - lax.axis_index(AXIS) * self.local_experts
         local = jnp.where((local >= 0) & (local < self.local_experts), local, self.local_experts)
-        ends = jnp.cumsum(_counts(local, self.local_experts))
+        ends = ends_of(local, self.local_experts)
         first = turn * self.num_rows
-        place = first + jnp.arange(self.num_rows, dtype=jnp.int32)
-        order = jnp.argsort(local, stable=True).astype(jnp.int32)
-        choice = jnp.where(place < ends[-1], _taken(order, place), chosen.size)
+        place = places_in_order(local, self.local_experts + 1) - first
+        is_here = (local < self.local_experts) & (place >= 0) & (place < self.num_rows)
+        home = jnp.where(is_here, place, self.num_rows)
         sizes = jnp.diff(jnp.clip(ends - first, 0, self.num_rows), prepend=0)
         nothing = jnp.zeros_like(place[:0])
-        return Plan(sizes, nothing, choice, nothing, _inverse(choice, chosen.size))
+        return Plan(sizes, nothing, _inverse(home, self.num_rows), nothing, home)
 
     def send(self, values, plan: Plan, per_choice: int):
         """values [choices / per_choice, ...] -> rows [R, ...]."""
@@ -122,13 +123,12 @@ class AllToAll:
 
     def rounds_needed(self, experts_nK: jax.Array) -> jax.Array:
         """int32: by this device."""
-        to_rank = _counts(experts_nK.ravel(), self.num_experts).reshape(self.num_ranks, -1).sum(1)
-        return -(-jnp.max(to_rank) // self.room)
+        return -(-jnp.max(_to_ranks(experts_nK, self.num_ranks, self.local_experts)) // self.room)
 
     def plan(self, experts_nK: jax.Array, turn) -> Plan:
         chosen = experts_nK.ravel()
-        order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
-        ends_PE = jnp.cumsum(_counts(chosen, self.num_experts)).reshape(self.num_ranks, -1)
+        order = _inverse(places_in_order(chosen, self.num_experts + 1), chosen.size)
+        ends_PE = ends_of(chosen, self.num_experts).reshape(self.num_ranks, -1)
         starts_PE = jnp.concatenate([jnp.zeros_like(ends_PE[:1, 0]), ends_PE.ravel()[:-1]]).reshape(ends_PE.shape)
         first_P1 = starts_PE[:, :1] + turn * self.room
         place_PC = first_P1 + jnp.arange(self.room, dtype=jnp.int32)
@@ -138,9 +138,10 @@ class AllToAll:
         after_PE = jnp.cumsum(arrived_PE, 1)
         number_C = jnp.arange(self.room, dtype=jnp.int32)
         expert_PC = jnp.sum(number_C[None, :, None] >= after_PE[:, None, :], -1)  # number of experts: no row
-        place = jnp.argsort(expert_PC.ravel(), stable=True).astype(jnp.int32)
+        unsorted = places_in_order(expert_PC.ravel(), self.local_experts + 1)
+        sorted_ = _inverse(unsorted, self.num_rows)
         sent = sent_PC.ravel()
-        return Plan(jnp.sum(arrived_PE, 0), sent, place, _inverse(place, self.num_rows), _inverse(sent, chosen.size))
+        return Plan(jnp.sum(arrived_PE, 0), sent, sorted_, unsorted, _inverse(sent, chosen.size))
 
     def send(self, values, plan: Plan, per_choice: int):
         """values [choices / per_choice, ...] -> rows [R, ...]."""
@@ -359,9 +360,10 @@ def _same_tokens(spec: P) -> tuple[str, ...]:
 # ----------------------------------------------------------------------------- on one device
 
 
-def _counts(numbers, length: int):
-    """How often 0, 1, ..., length - 1 occur: int32 [length]."""
-    return jnp.bincount(numbers, length=length + 1)[:length].astype(jnp.int32)
+def _to_ranks(experts_nK, num_ranks: int, local_experts: int):
+    """int32 [P]: choices of the experts of each device."""
+    ends_E = ends_of(experts_nK.ravel(), num_ranks * local_experts)
+    return jnp.diff(ends_E[local_experts - 1 :: local_experts], prepend=0)
 
 
 def _inverse(places, length: int):

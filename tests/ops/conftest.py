@@ -80,7 +80,7 @@ def interpreted(monkeypatch):
     load = lambda ref, wait_n=0: state.ref_get(ref, None)
     monkeypatch.setattr(shared_memory.Barrier, "deallocate", deallocate)
     monkeypatch.setattr(plgpu, "copy_smem_to_gmem", copy_or_add)
-    monkeypatch.setattr(plgpu, "load", lambda ref, index, layout, optimized=True: ref[index])
+    monkeypatch.setattr(plgpu, "load", lambda ref, index=(), *, layout, optimized=True: ref[index])
     monkeypatch.setattr(plgpu, "layout_cast", lambda x, layout: x)
     iota = lambda dtype, shape, dim, layout: jax.lax.broadcasted_iota(dtype, shape, dim)
     monkeypatch.setattr(plgpu, "broadcasted_iota", iota)

@@ -211,7 +211,10 @@ def without_layouts(monkeypatch):
     def store_transposed(ref, value):
         ref[...] = value.T
 
-    monkeypatch.setattr(plgpu, "load", lambda ref, index, layout: ref[index])
+    monkeypatch.setattr(plgpu, "load", lambda ref, index=(), *, layout, optimized=True: ref[index])
+    monkeypatch.setattr(
+        plgpu, "broadcasted_iota", lambda dtype, shape, dim, layout: jax.lax.broadcasted_iota(dtype, shape, dim)
+    )
     monkeypatch.setattr(plgpu, "layout_cast", lambda x, layout: x)
     monkeypatch.setattr(kernel, "_product", product)
     monkeypatch.setattr(kernel, "_store_transposed", store_transposed)
@@ -231,8 +234,9 @@ def interpreted_kernel(without_layouts, interpreter):
         # From the middle of a page in the middle of a step; rows of two groups of 8.
         ([230, 75], 32, False, 9, dict(parts=1, window=70, soft_cap=5.0)),
         ([100, 230], 32, True, 4, dict(parts=2, window=150)),
+        ([40, 700, 0], 16, False, 2, dict(parts=9)),  # combined by the second kernel
     ],
-    ids=["bfloat16", "window", "int8"],
+    ids=["bfloat16", "window", "int8", "many parts"],
 )
 def test_interpreted_kernel_equals_the_reference(lengths, page_size, is_int8, group, given, interpreted_kernel):
     sizes = dict(kv_heads=1, group=group, head_dim=64, page_size=page_size, is_int8=is_int8)

@@ -31,12 +31,15 @@ from megajax.layers.lora import NO_ADAPTER
 from megajax.media.rows import TEXT
 
 MIN_CHUNK = 16  # tokens of the smallest prefill program
-# On a GPU, of a call with a prompt, what decodes beside it included. 64 and 256 tokens took 8.7 and 9.8 ms, beside 64
-# sequences 128 and 256 took 12.7 and 13.8 (Llama-3 8B on one H100).
+# The same on a GPU, what decodes beside them included. 64 and 256 tokens took 8.7 and 9.8 ms, beside 64 sequences 128
+# and 256 took 12.7 and 13.8 (Llama-3 8B on one H100).
 GPU_MIN_TOKENS = 256
 GPU_TILE = 64  # rows of those of products that so few have
-# Sequences that decode beside most prompts, and the largest such calls; larger ones have room for all sequences.
+# Sequences that decode beside most prompts; of calls with room for no more than these, the difference of two sizes, and
+# the largest. With steps of 128 instead of 256, 20 requests/s took 7.9 to 8.7 instead of 8.8 to 8.9 ms a token, and 33
+# instead of 34 to the first one (Llama-3 8B on one H200, 2026-11-26).
 FEW_BESIDE = 64
+STEP_WITH_FEW = 128
 MOST_WITH_FEW = 1024
 # For a single row, XLA computes small products as a multiplication and a sum, and wrote the products of the key and
 # value matrices to memory: 8 MiB each in every layer of Llama-3 8B (compiled for H100, jaxlib 0.11.2).
@@ -69,9 +72,8 @@ class Shapes(NamedTuple):
     tables: list[int]
     """Pages of each of them."""
     prefill: list[PrefillShape]
-    """For each number of prompt tokens one with most_pages, and perhaps one for prompts alone that begin here."""
-    most_pages: int
-    """Of the sequences of a call with prompts together."""
+    """For each number of prompt tokens one in which the longest sequence ends with them, and perhaps one for prompts
+    alone that begin here."""
 
     @staticmethod
     def of(
@@ -90,11 +92,10 @@ class Shapes(NamedTuple):
         def pages(tokens: int) -> int:
             return -(-tokens // sizes.page_size) + num_chunks
 
-        most_pages = table + pages(chunks[-1])
-        prefill = {PrefillShape(tokens, most_pages, rows) for tokens, rows in beside}
-        for total in totals:
+        prefill = {PrefillShape(tokens, table + pages(tokens), rows) for tokens, rows in beside}
+        for total in (totals[0], totals[-1]) if mixes else totals:
             tokens = max((tokens for tokens in chunks if tokens <= total), default=chunks[0])
-            prefill.add(PrefillShape(tokens, min(pages(tokens), most_pages), 0))
+            prefill.add(PrefillShape(tokens, pages(tokens), 0))
         smallest = {min(rows, sizes.num_rows) for rows in (MIN_ROWS, NEXT_ROWS)}
         gpu_rows = sorted({*smallest, *sizes_between(DOUBLED_ROWS, sizes.num_rows)})
         return Shapes(
@@ -103,7 +104,6 @@ class Shapes(NamedTuple):
             rows=gpu_rows if has_kernel else sizes_between(1, sizes.num_rows, 4),
             tables=[table] if has_kernel else sorted({min(MIN_TABLE, table), table}),
             prefill=sorted(prefill),
-            most_pages=most_pages,
         )
 
     @property
@@ -117,6 +117,11 @@ class Shapes(NamedTuple):
         return sorted({shape.tokens for shape in self.prefill})
 
     @property
+    def most_pages(self) -> int:
+        """Of the sequences of a call with prompts together."""
+        return max(shape.pages for shape in self.prefill)
+
+    @property
     def rows_beside(self) -> int:
         """The largest number of sequences that a call with prompts decodes; 0: none."""
         return max(shape.rows_beside for shape in self.prefill)
@@ -128,7 +133,7 @@ class Shapes(NamedTuple):
         computed in small chunks.
         """
         chunks = self.chunks
-        found = []
+        found: list[Shapes] = []
         for end in range(1, max(len(self.rows), len(chunks)) + 1):
             prefill = [shape for shape in self.prefill if shape.tokens in chunks[:end]]
             found.append(self._replace(rows=self.rows[:end], prefill=prefill))
@@ -150,7 +155,7 @@ def _beside(num_rows: int, totals: Items[int]) -> set[tuple[int, int]]:
     Both are together as many as the tiles of products divide (beside 256 sequences 4,096 prompt tokens took 98 ms and
     alone 78: Llama-3 8B on one H100). Calls with room for few sequences are smaller, and more sizes of them exist.
     """
-    fine = range(GPU_MIN_TOKENS, min(MOST_WITH_FEW, totals[-1]) + 1, GPU_MIN_TOKENS)
+    fine = range(GPU_MIN_TOKENS, min(MOST_WITH_FEW, totals[-1]) + 1, STEP_WITH_FEW)
     found = set()
     for rows, of_both in ((min(num_rows, FEW_BESIDE), fine), (num_rows, totals)):
         room = -(-rows // GPU_TILE) * GPU_TILE

@@ -30,6 +30,7 @@ from megajax.layers.layer import Terms
 from megajax.layers.linear import GatheredLinear
 from megajax.mesh.current import manual
 from megajax.mesh.sharding import activation_spec, axes_of, constrain
+from megajax.ops.ranking import largest
 from megajax.parallel.context import ContextMethod, current_order
 from megajax.parameters import observe, variable
 
@@ -37,7 +38,6 @@ logger = logging.getLogger("megajax")
 
 EPSILON = 1e-20  # of sums of scores that are divided by
 SINKHORN_TOLERANCE = 1e-4
-FEW_TOKENS = 64  # of which all pairs of experts are compared: two small kernels in place of a copy, a sort and a slice
 LOAD_ROUNDING = 1e-6  # of the mean load of a batch
 
 
@@ -296,22 +296,10 @@ def _largest(preferred_BTE, top_k: int, num_groups: int = 1, top_groups: int = 1
             chosen_BTG = jnp.sum(jax.nn.one_hot(lax.top_k(best_BTG, top_groups)[1], num_groups), -2) > 0
             groups_BTGe = jnp.where(chosen_BTG[..., None], groups_BTGe, -jnp.inf)
             preferred_BTE = groups_BTGe.reshape(preferred_BTE.shape)
-        return _top(preferred_BTE, top_k)
+        experts_nK = largest(preferred_BTE.reshape(-1, preferred_BTE.shape[-1]), top_k)
+        return experts_nK.reshape(*preferred_BTE.shape[:2], top_k)
 
     return manual(body, (spec,), spec)(lax.stop_gradient(preferred_BTE))
-
-
-def _top(values_BTE: jax.Array, count: int) -> jax.Array:
-    """int32 [B, T, count]: where the largest values are, descending; the first of equal ones."""
-    batch, length, num_values = values_BTE.shape
-    if batch * length > FEW_TOKENS:
-        return lax.top_k(values_BTE, count)[1]
-    number_E = jnp.arange(num_values, dtype=jnp.int32)
-    own_BTE1, other_BT1E = values_BTE[..., None], values_BTE[..., None, :]
-    is_before_BTEE = (other_BT1E > own_BTE1) | ((other_BT1E == own_BTE1) & (number_E < number_E[:, None]))
-    rank_BT1E = jnp.sum(is_before_BTEE, -1, dtype=jnp.int32)[..., None, :]
-    is_chosen_BTKE = rank_BT1E == jnp.arange(count, dtype=jnp.int32)[:, None]
-    return jnp.sum(jnp.where(is_chosen_BTKE, number_E, 0), -1)
 
 
 def _in_turn(shape, top_k: int) -> jax.Array:

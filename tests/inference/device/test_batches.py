@@ -33,8 +33,8 @@ def test_few_programs_serve_any_request_and_the_others_come_in_stages():
 @pytest.mark.parametrize(
     ("rows", "tokens", "few", "all_rows", "alone"),
     [
-        (256, 8192, [192, 448, 704, 960], [256, 768, 3840, 7936], [256, 960, 3840, 7936]),
-        (32, 1024, [], [192, 448, 704, 960], [192, 960]),
+        (256, 8192, [*range(192, 961, 128)], [256, 768, 3840, 7936], [256, 7936]),
+        (32, 1024, [], [*range(192, 961, 128)], [192, 960]),
         (128, 300, [192], [128, 172], [192]),
         (256, 64, [], [256], [256]),
         (1, 64, [], [64], [64]),
@@ -50,7 +50,7 @@ def test_calls_with_prompts_have_room_for_few_or_all_of_the_sequences_that_decod
 
 @pytest.mark.parametrize(
     ("pages", "decoding", "shape"),
-    [(16, 0, (256, 0)), (100, 0, (448, 64)), (16, 1, (448, 64)), (16, 64, (448, 64)), (16, 65, (256, 256))],
+    [(16, 0, (256, 0)), (100, 0, (320, 64)), (16, 1, (320, 64)), (16, 64, (320, 64)), (16, 65, (256, 256))],
 )
 def test_a_call_has_the_smallest_shape_with_enough_room(pages, decoding, shape):
     shapes = Shapes.of(SIZES._replace(num_rows=256), 8192, 8192, True, mixes=True)
