@@ -1,6 +1,6 @@
 """Products of a few rows with the matrices of several groups, for decoding with experts on Hopper (Pallas, Mosaic GPU).
 
-    products  out[z] = (rows[z] @ matrix[groups[z]]).T             for each slot z that has a group
+    products  out[z] = rows[z] @ matrix[groups[z]]                 for each slot z that has a group
     hidden    out[z] = f(rows @ gate[groups[z]]) * (rows @ up[groups[z]]) * weights[z]
 
 Dimensions: Z slots, each with a group and up to R rows, or with group E: none; R a multiple of 8; E groups, K and N
@@ -116,7 +116,7 @@ def hidden(
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def products(rows_ZRK: jax.Array, matrix_EKN: jax.Array, groups_Z: jax.Array, *, interpret: Any = None) -> jax.Array:
-    """-> float32 [S, Z, N, R]. groups: int32."""
+    """-> float32 [S, Z, R, N]. groups: int32."""
     num_slots, num_rows, contracted = rows_ZRK.shape
     num_groups, _, width = matrix_EKN.shape
     tiles = width // COLUMNS
@@ -146,11 +146,12 @@ def products(rows_ZRK: jax.Array, matrix_EKN: jax.Array, groups_Z: jax.Array, *,
         def _compute():
             for step in range(stages):
                 copy(step)
-            out_ref[part, slot, columns] = pl.run_scoped(sums, plgpu.ACC((COLUMNS, num_rows), jnp.float32))
+            products = pl.run_scoped(sums, plgpu.ACC((COLUMNS, num_rows), jnp.float32))
+            _store_transposed(out_ref.at[part, slot, :, columns], products)
 
     run = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((parts, num_slots, width, num_rows), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((parts, num_slots, num_rows, width), jnp.float32),
         scratch_types=[
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             swizzled((stages, num_rows, STEP), rows_ZRK.dtype),

@@ -22,7 +22,7 @@ from megajax.layers.linear import Linear
 from megajax.layers.multi_token import MultiTokenConfig, shifted
 from megajax.layers.norm import Norm
 from megajax.layers.stack import Stack, add_by_name
-from megajax.layers.transform import read_by_transforms
+from megajax.layers.transform import read_by_layers
 from megajax.layers.transformer import ResidualLayerConfig, TransformerLayerConfig
 from megajax.mesh.config import MeshConfig
 from megajax.mesh.sharding import constrain
@@ -244,7 +244,7 @@ class Decoder(OneStack):
     def guess(self, depth: int, x_BTD: jax.Array, batch: dict, caches: dict) -> tuple[jax.Array, dict]:
         h_BTD = self.final_norm(x_BTD) if depth == 1 else x_BTD
         later = batch | {"positions": batch["positions"] + depth}
-        inputs = self.block_inputs(batch) | {"next_embeddings": self.embed(later, None)} | read_by_transforms(batch)
+        inputs = self.block_inputs(batch) | {"next_embeddings": self.embed(later, None)} | read_by_layers(batch)
         name = mtp_name(depth)
         h_BTD, cache, _ = getattr(self, name)(h_BTD, inputs, caches[name])
         return h_BTD, {name: cache}

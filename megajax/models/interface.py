@@ -21,7 +21,7 @@ from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Flops, LayerConfig, Totals
 from megajax.layers.linear import Linear
 from megajax.layers.stack import Stack, add_by_name, add_totals
-from megajax.layers.transform import Transform, read_by_transforms
+from megajax.layers.transform import Transform, read_by_layers
 from megajax.media.kinds import IMAGE
 from megajax.media.rows import MediaInputs, of_kind
 from megajax.mesh.config import MeshConfig
@@ -313,7 +313,7 @@ class AnyModule(nnx.Module):
     def extend(self, batch: dict, caches: dict) -> tuple[jax.Array, dict]:
         """Reads the next T tokens of each row -> (their hidden states [B, T, D], before `output`; caches).
 
-        batch: tokens, positions, int32 [B, T], and perhaps what transforms read (`read_by_transforms`)."""
+        batch: tokens, positions, int32 [B, T], and perhaps what layers read (`read_by_layers`)."""
         raise NotImplementedError
 
     def encode_images(self, batch: dict, index_BT: jax.Array) -> jax.Array:
@@ -432,7 +432,7 @@ class OneStack(AnyModule):
 
     def extend(self, batch: dict, caches: dict) -> tuple[jax.Array, dict]:
         x_BTD, entered = self.entry(batch, None)
-        inputs = self.block_inputs(batch) | entered | read_by_transforms(batch)
+        inputs = self.block_inputs(batch) | entered | read_by_layers(batch)
         x_BTD, layers, _ = self.layers(x_BTD, inputs, caches["layers"])
         return x_BTD, {"layers": layers}
 

@@ -73,9 +73,10 @@ def few_tokens(
     x_RD = jnp.pad(x_nD, ((0, num_rows - num_tokens), (0, 0)))
     hidden_ZRF = kernel.hidden(x_RD, *wide, groups_Z, weights_ZR, function=FUNCTIONS[name])
     # As an addition of slices, which XLA fuses with what reads the sum; a reduction would be a kernel of its own.
-    sums_ZDR = functools.reduce(jnp.add, list(kernel.products(hidden_ZRF, down_EFD, groups_Z)))
-    y_DR = jnp.sum(jnp.where(groups_Z[:, None, None] < num_experts, sums_ZDR, 0), 0)
-    return y_DR.T[:num_tokens].astype(x_nD.dtype)
+    parts_SZnD = kernel.products(hidden_ZRF, down_EFD, groups_Z)[:, :, :num_tokens]
+    sums_ZnD = functools.reduce(jnp.add, list(parts_SZnD))
+    y_nD = jnp.sum(jnp.where(groups_Z[:, None, None] < num_experts, sums_ZnD, 0), 0)
+    return y_nD.astype(x_nD.dtype)
 
 
 def _slots(

@@ -34,7 +34,7 @@ class Formula:
 
     @staticmethod
     def products(rows_ZRK, matrix, groups_Z):
-        found = multiplied(rows_ZRK, matrix, groups_Z).swapaxes(1, 2)
+        found = multiplied(rows_ZRK, matrix, groups_Z)
         return jnp.stack([found / 4, found * 3 / 4])
 
 

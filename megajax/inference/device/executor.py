@@ -316,12 +316,14 @@ class Executor:
     def compilations(self, params: dict, batches: Batches, shapes: Shapes) -> dict[tuple, Compilation]:
         """By function and shape. They keep no arrays."""
         found: dict[tuple, Compilation] = {}
-        for shape in shapes.decode:
+        # What takes longest to compile comes first, so that the last ones are soon done.
+        for shape in reversed(shapes.prefill):
+            function, *arguments = self._prefill_arguments(params, *batches.empty_prefill(*shape), False)
+            compilation = functools.partial(self._start, function, *self._abstract(arguments))
+            found["prefill", *shape] = Compilation(compilation)
+        for shape in reversed(shapes.decode):
             function, *arguments = self._decode_arguments(params, *batches.empty_decode(*shape), 1)
             found["decode", *shape] = Compilation(functools.partial(self._start, function, *self._abstract(arguments)))
-        for shape in shapes.prefill:
-            function, *arguments = self._prefill_arguments(params, *batches.empty_prefill(*shape), False)
-            found["prefill", *shape] = Compilation(functools.partial(self._start, function, *self._abstract(arguments)))
         for shape in self._image_shapes:
             images = self._abstract((params, self._features, *batches.empty_images(*shape)))
             found["images", *shape] = Compilation(functools.partial(self._start_plain, self._encode_images, images))

@@ -16,7 +16,7 @@ import numpy as np
 
 from megajax.inference.tokens.sampling import A, Logprobs, RowSampling, unpacked
 from megajax.layers.attention.kv_cache import Places, PoolSizes, Singles
-from megajax.layers.transform import ADAPTERS
+from megajax.layers.transform import ADAPTERS, PADDING
 from megajax.media.kinds import IMAGE
 from megajax.media.rows import TEXT
 from megajax.mesh.sharding import constrain, replicated
@@ -134,6 +134,7 @@ def decode(
         tokens_B, positions_B, slots_B, rows_B, upper_B = _newest(batch, chooser.rows_B, rows, sizes, step)
         places = Places(slots_B[:, None], positions_B[:, None], rows_B[:, None], batch.table_BP, None, upper_B[:, None])
         inputs = {"tokens": tokens_B[:, None], "positions": positions_B[:, None]}
+        inputs[PADDING] = (slots_B >= sizes.num_slots)[:, None]
         if batch.deltas_B is not None:
             inputs["position_ids"] = jnp.tile((positions_B + batch.deltas_B)[:, None, None], 3)
         if batch.adapters_B is not None:
@@ -200,7 +201,7 @@ def prefill(
     ahead = None if batch.ahead_T is None else batch.ahead_T[None]
     bounds = (batch.lower_T[None], batch.upper_T[None])
     places = Places(slots, positions, row_numbers, batch.table_P[None], *bounds, ahead, singles)
-    inputs = {"tokens": batch.tokens_T[None], "positions": positions}
+    inputs = {"tokens": batch.tokens_T[None], "positions": positions, PADDING: slots >= sizes.num_slots}
     if batch.image_T is not None:
         inputs |= {IMAGE.index: batch.image_T[None], IMAGE.features: features}
     if batch.position_ids_T3 is not None:

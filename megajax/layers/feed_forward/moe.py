@@ -23,6 +23,7 @@ from megajax.layers.feed_forward.mlp import Mlp, MlpConfig
 from megajax.layers.feed_forward.router import Choice, Router, RouterConfig
 from megajax.layers.layer import Activation, Branch, Flops, Terms, check_divisible
 from megajax.layers.linear import GatheredLinear, GroupedLinear
+from megajax.layers.transform import PADDING
 from megajax.mesh.config import MeshConfig
 from megajax.ops import activation as nonlinearity
 from megajax.ops.activation import GATED
@@ -195,6 +196,8 @@ class Experts(nnx.Module):
         """With a cache a few tokens come at a time; the router then treats each token by itself."""
         generates = cache is not None
         choice, terms = self.router(x_BTD, generates=generates)
+        if inputs is not None and PADDING in inputs:
+            choice = choice.dropped(inputs[PADDING][..., None], self.config.num_experts)
         is_small = generates and x_BTD.shape[0] * x_BTD.shape[1] <= FEW_TOKENS
         buffer = math.inf if is_small else self.config.buffer
         y_BTD = self._few(x_BTD, choice) if generates else None

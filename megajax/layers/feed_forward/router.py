@@ -114,6 +114,11 @@ class Choice(NamedTuple):
     weights_BTK: jax.Array
     """float32; of a dropped one 0."""
 
+    def dropped(self, where: jax.Array, num_experts: int) -> "Choice":
+        """Without those where this is true: bool [B, T, K], or [B, T, 1]."""
+        experts_BTK = jnp.where(where, num_experts, self.experts_BTK)
+        return Choice(experts_BTK, jnp.where(where, 0.0, self.weights_BTK))
+
 
 @dataclasses.dataclass(frozen=True)
 class TowardsBalance:
@@ -166,8 +171,7 @@ class Router(GatheredLinear):
         if config.capacity_factor is not None and not generates:
             kept_BTK = self._within_capacity(experts_BTK, weights_BTK, num_experts)
             terms.metrics["router_dropped"] = 1.0 - jnp.mean(kept_BTK.astype(jnp.float32))
-            experts_BTK = jnp.where(kept_BTK, experts_BTK, num_experts)
-            weights_BTK = jnp.where(kept_BTK, weights_BTK, 0.0)
+            return Choice(experts_BTK, weights_BTK).dropped(~kept_BTK, num_experts), terms
         return Choice(experts_BTK, weights_BTK), terms
 
     def _experts(self, logits_BTE, scores_BTE, generates: bool) -> jax.Array:

@@ -14,6 +14,7 @@ from megajax.layers.feed_forward.mlp import MlpConfig
 from megajax.layers.feed_forward.moe import ExpertsConfig, MoeConfig
 from megajax.layers.feed_forward.router import RouterConfig
 from megajax.layers.layer import NoState
+from megajax.layers.transform import PADDING
 from megajax.mesh.sharding import weight_shardings
 from megajax.parallel.expert import AllGather, AllToAll, choose_exchange, exchange_of, make_plan, rounds_needed
 from megajax.parameters import Structure, records
@@ -209,6 +210,26 @@ def test_generation_drops_no_token_and_needs_one_round(sizes, make_test_mesh):
             y, terms = run(jax.device_put(weights, weight_shardings(weight_records, mesh)), x)
             np.testing.assert_allclose(y, wanted()[name][0], **TOLERANCE)
             assert "expert_rounds" not in terms.metrics
+
+
+@pytest.mark.parametrize("sizes", [{}, dict(expert=8)], ids=["one device", "expert 8"])
+def test_padding_has_no_routed_experts_and_changes_no_other_token(sizes, make_test_mesh):
+    mesh = make_test_mesh(**sizes)
+    weights, x = cases()["as it comes"]
+    padding = np.random.default_rng(2).random((B, T)) < 0.5
+    config = dataclasses.replace(CONFIG, shared=None, shared_gate=False)
+    graphdef, state = nnx.split(config.build(nnx.Rngs(params=0)))
+    structure = Structure.of(state)
+    weights = {name: weights[name] for name in structure.to_tree(state)}
+
+    @jax.jit
+    def run(weights, x, padding):
+        return nnx.merge(graphdef, structure.to_state(weights))(x, {PADDING: padding}, NoState())[0]
+
+    with jax.set_mesh(mesh):
+        found, without = (np.asarray(run(weights, x, mask)) for mask in (padding, np.zeros_like(padding)))
+    assert not found[padding].any() and without[padding].any()
+    np.testing.assert_allclose(found[~padding], without[~padding], **TOLERANCE)
 
 
 def test_auto_receives_as_little_as_possible():
