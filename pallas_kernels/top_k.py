@@ -80,4 +80,3 @@ def top_k(values_TE: jax.Array, count: int, *, interpret: Any = None) -> jax.Arr
     )
     # Twice: a value has one layout of registers, and two loads of the same address would be one value.
     return run(values_TE, values_TE)[:, :count]
-

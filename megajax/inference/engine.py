@@ -357,8 +357,8 @@ class Engine:
     # ------------------------------------------------------------------ warm-up
 
     def warm_up(self) -> None:
-        """Compiles every program that a request can need, several at a time, and runs each once. Nothing compiles
-        afterwards."""
+        """Compiles every program that a request can need, several at a time, and runs each once, so no request may run.
+        Nothing compiles afterwards. Forgets the prefix cache."""
         self._warm_up([self.batches.shapes])
 
     def warm_up_first(self) -> list[Stage]:
@@ -380,6 +380,8 @@ class Engine:
         self.scheduler.use(limits._replace(**of_shapes))
 
     def _warm_up(self, shapes: Items[Shapes]) -> list[Stage]:
+        assert not self.has_work, "warming up writes to pages"
+        self.scheduler.forget()
         executors = [(self.executor, self.params)]
         if self.draft is not None:
             executors.append((self.draft.executor, self.draft.params))

@@ -87,6 +87,7 @@ def lm_eval(engine):
 def url(engine, offline, lm_eval):
     with serving(engine, api_keys=("another", KEY), max_body_bytes=100_000, allow_load=True) as found:
         wait_until(lambda: httpx2.get(f"{found}/health").is_success)
+        wait_until(lambda: engine.scheduler.limits.num_rows == SERVING.max_rows)  # all programs are compiled
         yield found
 
 

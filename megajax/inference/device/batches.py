@@ -230,6 +230,18 @@ class Batches:
     def empty_decode(self, num_rows: int, num_pages: int) -> tuple[HostDecodeBatch, HostChooser]:
         return self._decode([], num_rows, num_pages)
 
+    def full_decode(self, num_rows: int, num_pages: int) -> tuple[HostDecodeBatch, HostChooser]:
+        """Rows that each have one token, of no sequence, to measure a call."""
+        batch, chooser = self.empty_decode(num_rows, num_pages)
+        self._fill_rows(batch, 0)
+        return batch, chooser
+
+    def _fill_rows(self, batch: HostDecodeBatch, first_page: int) -> None:
+        number_B = np.arange(len(batch.tokens_B), dtype=np.int32)
+        batch.tokens_B[:] = number_B % self.vocab_size
+        batch.ends_B[:] = 1
+        batch.table_BP[:, 0] = (first_page + number_B) % self.sizes.num_pages
+
     # ------------------------------------------------------------------ prompts
 
     def prefill(self, work: Prefill) -> tuple[HostPrefillBatch, HostChooser, HostBeside | None]:
@@ -258,6 +270,24 @@ class Batches:
     ) -> tuple[HostPrefillBatch, HostChooser, HostBeside | None]:
         chooser = self.chooser([], self.shapes.num_chunks)
         return self._padding(length, num_pages), chooser, self._beside([], num_rows)
+
+    def full_prefill(
+        self, length: int, num_pages: int, num_rows: int
+    ) -> tuple[HostPrefillBatch, HostChooser, HostBeside | None]:
+        """One prompt of this length, of no sequence, to measure a call."""
+        batch, chooser, beside = self.empty_prefill(length, num_pages, num_rows)
+        size = self.sizes.page_size
+        num_used = min(-(-length // size), self.sizes.num_pages, num_pages)
+        number_T = np.arange(length, dtype=np.int32)
+        batch.tokens_T[:] = number_T % self.vocab_size
+        batch.positions_T[:] = number_T % (self.shapes.tables[-1] * size)
+        batch.slots_T[: num_used * size] = number_T[: num_used * size]
+        batch.upper_T[:] = np.minimum(number_T + 1, num_used * size)
+        batch.lower_T[num_used * size :] = num_used * size
+        batch.table_P[:num_used] = np.arange(num_used)
+        if beside is not None:
+            self._fill_rows(beside.batch, num_used)
+        return batch, chooser, beside
 
     def _beside(self, runs: Items[Run], num_rows: int) -> HostBeside | None:
         return Beside(*self._decode(runs, num_rows, self.shapes.tables[-1])) if num_rows else None

@@ -108,7 +108,7 @@ def _columns(model: Model, mesh: Mesh) -> set[int]:
 
 
 class CallSeconds(NamedTuple):
-    """Of calls of sequences without tokens, as measured."""
+    """Of calls with one prompt and with sequences of one token, as measured."""
 
     steps: tuple[tuple[int, float], ...]
     """(rows, seconds) of decoding steps."""
@@ -337,12 +337,12 @@ class Executor:
             return min(_seconds(call) for _ in range(count))
 
         steps = [
-            (rows, shortest(functools.partial(self.decode, params, *batches.empty_decode(rows, pages), 1), 5))
+            (rows, shortest(functools.partial(self.decode, params, *batches.full_decode(rows, pages), 1), 5))
             for rows, pages in shapes.decode
         ]
         prefill = []
         for shape in shapes.prefill:
-            call = functools.partial(self.prefill, params, *batches.empty_prefill(*shape), False)
+            call = functools.partial(self.prefill, params, *batches.full_prefill(*shape), False)
             if shape.rows_beside:
                 prefill.append((shape.tokens, shape.rows_beside, shortest(call, 3)))  # up to a second each
             else:
