@@ -258,42 +258,31 @@ class Executor:
 
     def _program(self, function: Callable, params: dict, host: tuple, on_device: tuple):
         """The compiled program of `_decode` or `_prefill` for arrays of these shapes."""
-        key = (function, *_shapes((host, on_device)))
+        key = (function, *(a.shape for a in jax.tree.leaves((host, on_device))))
         if key not in self.compiled:
-            self._start(function, params, host, on_device)()
+            like = self._abstract(host)
+            words = jax.ShapeDtypeStruct((num_words(like),), np.uint32, sharding=self._replicated)
+
+            @functools.wraps(function)
+            def call(params, caches, rows, words, *on_device):
+                return function(params, caches, rows, unpacked(words, like), *on_device)
+
+            shardings = (jax.tree.map(lambda a: a.sharding, self.caches), self._replicated, self._replicated)
+            jitted = jax.jit(call, donate_argnums=(1, 2), out_shardings=shardings)
+            lowered = self._lower(jitted, (params, self.caches, self._rows, words, *on_device))
+            if function == self._decode:
+                options = decode_options(self._model, params, self.mesh, len(host[0].positions_B))
+            else:
+                options = prefill_options(params, self.mesh, len(host[0].tokens_T))
+            self.compiled[key] = lowered.compile(compiler_options=options)
         return self.compiled[key]
-
-    def _start(self, function: Callable, params: dict, host: tuple, on_device: tuple) -> Callable[[], None]:
-        """Lowers such a program -> what compiles it."""
-        like = self._abstract(host)
-        words = jax.ShapeDtypeStruct((num_words(like),), np.uint32, sharding=self._replicated)
-
-        @functools.wraps(function)
-        def call(params, caches, rows, words, *on_device):
-            return function(params, caches, rows, unpacked(words, like), *on_device)
-
-        shardings = (jax.tree.map(lambda a: a.sharding, self.caches), self._replicated, self._replicated)
-        jitted = jax.jit(call, donate_argnums=(1, 2), out_shardings=shardings)
-        lowered = self._lower(jitted, (params, self.caches, self._rows, words, *on_device))
-        if function == self._decode:
-            options = decode_options(self._model, params, self.mesh, len(host[0].positions_B))
-        else:
-            options = prefill_options(params, self.mesh, len(host[0].tokens_T))
-        return functools.partial(self._compile, (function, *_shapes((host, on_device))), lowered, options)
 
     def _plain_program(self, function, arguments: tuple):
         """The compiled program for arguments of these shapes; those of the first two follow from the others."""
-        key = (function, *_shapes(arguments[2:]))
+        key = (function, *(a.shape for a in jax.tree.leaves(arguments[2:])))
         if key not in self.compiled:
-            self._start_plain(function, arguments)()
+            self.compiled[key] = self._lower(function, arguments).compile()
         return self.compiled[key]
-
-    def _start_plain(self, function, arguments: tuple) -> Callable[[], None]:
-        key = (function, *_shapes(arguments[2:]))
-        return functools.partial(self._compile, key, self._lower(function, arguments), {})
-
-    def _compile(self, key: tuple, lowered, options: dict[str, str]) -> None:
-        self.compiled[key] = lowered.compile(compiler_options=options)
 
     def _abstract(self, arguments: Any) -> Any:
         def abstract(a):
@@ -314,19 +303,18 @@ class Executor:
         return IN_GRAPHS in decode_options(self._model, {}, self.mesh, 1)
 
     def compilations(self, params: dict, batches: Batches, shapes: Shapes) -> dict[tuple, Compilation]:
-        """By function and shape. They keep no arrays."""
+        """By function and shape: each compiles a program, unless that has been done. They keep no arrays."""
         found: dict[tuple, Compilation] = {}
-        # What takes longest to compile comes first, so that the last ones are soon done.
+        # What takes longest comes first, so that the last ones are soon done.
         for shape in reversed(shapes.prefill):
             function, *arguments = self._prefill_arguments(params, *batches.empty_prefill(*shape), False)
-            compilation = functools.partial(self._start, function, *self._abstract(arguments))
-            found["prefill", *shape] = Compilation(compilation)
+            found["prefill", *shape] = functools.partial(self._program, function, *self._abstract(arguments))
         for shape in reversed(shapes.decode):
             function, *arguments = self._decode_arguments(params, *batches.empty_decode(*shape), 1)
-            found["decode", *shape] = Compilation(functools.partial(self._start, function, *self._abstract(arguments)))
+            found["decode", *shape] = functools.partial(self._program, function, *self._abstract(arguments))
         for shape in self._image_shapes:
             images = self._abstract((params, self._features, *batches.empty_images(*shape)))
-            found["images", *shape] = Compilation(functools.partial(self._start_plain, self._encode_images, images))
+            found["images", *shape] = functools.partial(self._plain_program, self._encode_images, images)
         return found
 
     def run_once(self, params: dict, batches: Batches, shapes: Shapes) -> CallSeconds:
@@ -355,10 +343,6 @@ class Executor:
             self.restore(0, 0)
         jax.block_until_ready(self.caches)
         return CallSeconds(tuple(dict(steps).items()), tuple(prefill))
-
-
-def _shapes(arrays: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple(a.shape for a in jax.tree.leaves(arrays))
 
 
 def _seconds(call: Callable) -> float:

@@ -1,9 +1,7 @@
 """Compiles programs before they are needed, in stages, and says in the log how many are done."""
 
-import functools
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,18 +15,9 @@ logger = logging.getLogger("megajax")
 # Each compiles a program. What takes long is that XLA tunes kernels, and compiles many for it: a process that compiled
 # the 17 programs of Llama-3 8B took 9 minutes of the processors (one H100); without tuning a program takes about 7 s.
 THREADS = max(8, os.cpu_count() or 1)
-NICENESS = 10  # of these threads and those that XLA starts for them
 QUIET_SECONDS = 5.0  # between two lines in the log
 
-
-class Compilation(NamedTuple):
-    """Of a program, on any thread."""
-
-    lower: Callable[[], Callable[[], Any]]
-    """-> what compiles it. Programs are lowered one after the other, in Python, and compiled at the same time."""
-
-    def __call__(self) -> None:
-        self.lower()()
+Compilation = Callable[[], Any]
 
 
 class Stage(NamedTuple):
@@ -36,19 +25,13 @@ class Stage(NamedTuple):
 
     shapes: Shapes
     compilations: list[Compilation]
+    """One for each program, which any thread may call."""
 
     def compile(self) -> None:
-        """All programs, several at a time: this thread lowers them, and others compile them."""
-        with ThreadPoolExecutor(THREADS, initializer=_give_way) as threads:
-            jobs = [threads.submit(compilation.lower()) for compilation in self.compilations]
-            for job in jobs:
+        """All programs, several at a time."""
+        with ThreadPoolExecutor(THREADS) as threads:
+            for job in [threads.submit(compilation) for compilation in self.compilations]:
                 job.result()
-
-
-def _give_way() -> None:
-    """Of this thread, so that the one that lowers programs does not wait for a processor."""
-    if sys.platform == "linux":  # elsewhere it would be the whole process
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 class Counter:
@@ -63,20 +46,17 @@ class Counter:
     def counted(self, compilation: Compilation) -> Compilation:
         self._total += 1
 
-        def lower() -> Callable[[], None]:
-            return functools.partial(self._run, compilation.lower())
+        def compile_and_count() -> None:
+            compilation()
+            with self._lock:
+                self._done += 1
+                now = time.monotonic()
+                if self._done == self._total or now > self._shown + QUIET_SECONDS:
+                    self._shown = now
+                    seconds = now - self._begin
+                    logger.info("compiled %d of %d programs in %.1f s", self._done, self._total, seconds)
 
-        return Compilation(lower)
-
-    def _run(self, compile: Callable[[], Any]) -> None:
-        compile()
-        with self._lock:
-            self._done += 1
-            now = time.monotonic()
-            if self._done == self._total or now > self._shown + QUIET_SECONDS:
-                self._shown = now
-                seconds = now - self._begin
-                logger.info("compiled %d of %d programs in %.1f s", self._done, self._total, seconds)
+        return compile_and_count
 
 
 def staged(shapes: Sequence[Shapes], compilations: Sequence[Sequence[Mapping[tuple, Compilation]]]) -> list[Stage]:
