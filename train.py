@@ -2,9 +2,11 @@
 
 import sys
 
+from megajax.mesh.host_memory import keep_freed_memory_without_gpu
 from megajax.training.faults.signals import leave_when_asked
 
 if __name__ == "__main__":
+    keep_freed_memory_without_gpu()
     leave_when_asked()  # while the rest is imported too, which takes seconds
 
 from megajax.cli import run_command

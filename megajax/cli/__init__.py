@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import megajax
 from megajax.fields.suggestions import did_you_mean
+from megajax.mesh.host_memory import keep_freed_memory_without_gpu
 from megajax.terminal.one_line import print_error
 from megajax.training.faults.signals import leave_when_asked, leave_when_interrupted
 
@@ -56,6 +57,7 @@ def main() -> None:
         print_error(ValueError(f"megajax {name} is unknown{hint}"))
         raise SystemExit(2)
     if name == "train":
+        keep_freed_memory_without_gpu()
         leave_when_asked()  # also during the imports, which take seconds
     module, words, _ = COMMANDS[name]
     if module == "megajax.cli.infer":

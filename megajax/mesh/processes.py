@@ -3,9 +3,7 @@
 The only file that reads environment variables.
 """
 
-import ctypes
 import hashlib
-import importlib.util
 import logging
 import os
 import platform
@@ -16,11 +14,11 @@ import jax
 import jaxlib
 
 from megajax.mesh import compat
+from megajax.mesh.host_memory import keep_freed_memory
 from megajax.terminal.announce import announced
 
 logger = logging.getLogger("megajax")
 
-M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 COMPILATION_CACHE = "~/.cache/megajax/compilation"
 CPU_CACHE_SECONDS = 0.1  # loading a program takes 0.06 to 0.09 s
 
@@ -38,8 +36,7 @@ def initialize_processes() -> None:
     is_cpu = compat.setting("jax_platforms") == "cpu"
     if is_cpu:
         compat.use_gloo()
-    if is_cpu or importlib.util.find_spec("jax_plugins") is None:
-        _keep_freed_memory()
+        keep_freed_memory()
     if int(env.get("WORLD_SIZE", "1")) > 1 and "MASTER_ADDR" in env:
         local = [int(env["LOCAL_RANK"])] if "LOCAL_RANK" in env and not is_cpu else None
         logger.info("process %s of %s waits for the others to connect", env["RANK"], env["WORLD_SIZE"])
@@ -57,17 +54,6 @@ def initialize_processes() -> None:
     else:
         return
     logger.info("process %d of %d, %d devices", jax.process_index(), jax.process_count(), jax.device_count())
-
-
-def _keep_freed_memory() -> None:
-    """On a CPU: the temporary memory of a step is kept for the next one. By default glibc returns it to the system,
-    which clears it before the next step: 40 steps of gpt_tiny, with 448 MiB each, took 10 to 12 s of system time on two
-    cores, and 2 s with these settings. They have to be made before XLA starts threads."""
-    if platform.libc_ver()[0] != "glibc":
-        return
-    libc = ctypes.CDLL(None)
-    for option, value in ((M_ARENA_MAX, 1), (M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1)):
-        libc.mallopt(option, value)
 
 
 def use_cpu_devices(number: int) -> None:
