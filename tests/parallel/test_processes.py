@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from megajax.mesh import processes
+from megajax.mesh import host_memory, processes
 
 NAMES = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "JAX_COORDINATOR_ADDRESS", "KUBERNETES_SERVICE_HOST")
 
@@ -26,5 +26,6 @@ def test_freed_memory_is_kept_on_a_cpu_alone(platforms, plugins, libc, keeps, mo
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: plugins)
     monkeypatch.setattr(platform, "libc_ver", lambda: (libc, ""))
     monkeypatch.setattr(ctypes, "CDLL", lambda name: types.SimpleNamespace(mallopt=settings.__setitem__))
+    host_memory.keep_freed_memory_without_gpu()
     processes.initialize_processes()
     assert bool(settings) == keeps
