@@ -380,7 +380,8 @@ class Engine:
         self.scheduler.use(limits._replace(**of_shapes))
 
     def _warm_up(self, shapes: Items[Shapes]) -> list[Stage]:
-        assert not self.has_work, "warming up writes to pages"
+        if self.has_work:
+            raise RuntimeError("requests are running, and warming up would overwrite their pages; warm up before them")
         self.scheduler.forget()
         executors = [(self.executor, self.params)]
         if self.draft is not None:
