@@ -74,7 +74,7 @@ def top_k(values_TE: jax.Array, count: int, *, interpret: Any = None) -> jax.Arr
         out_type=jax.ShapeDtypeStruct((num_rows, columns), jnp.int32),
         grid=(num_rows,),
         grid_names=("row",),
-        # Nothing is written to shared memory; and what the layouts of registers are, this file says.
+        # No barrier is missing: the kernel writes nothing to shared memory itself.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
