@@ -45,7 +45,10 @@ LARGEST_JOINED = "xla_gpu_dot_merger_threshold_mb"
 # What a CUDA graph may hold: with WHILE and CONDITIONAL, all of a call. Without a graph the host waits for the device
 # at each condition: whether another step follows, and how tokens are sampled.
 IN_GRAPHS = "xla_gpu_enable_command_buffer"
-WHOLE_LOOP = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE,DYNAMIC_SLICE_FUSION"
+WHOLE_LOOP = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE"
+# Whether XLA lets our kernels read a part of an array where it is, here of the one that holds the small arrays of a
+# call. Such a kernel is not in a graph (jaxlib 0.11.2): attention in each layer divided that of a call with prompts.
+READS_PARTS = "xla_gpu_enable_dynamic_slice_fusion"
 # Whether XLA tunes kernels of Triton for products, besides those of cuBLAS. For prompts and for more than a few rows
 # this takes long (up to 97 s for a product of 8,192 tokens), and cuBLAS is as fast. But matrices in 8 bits are better
 # read by the product than converted in memory before it, unless there are many tokens.
@@ -75,7 +78,7 @@ def _options(mesh: Mesh, *, joins: bool, tunes: bool) -> dict[str, str]:
     if not tunes:
         options[TRITON_PRODUCTS] = "False"
     if mesh.size == 1:
-        options[IN_GRAPHS] = WHOLE_LOOP
+        options |= {IN_GRAPHS: WHOLE_LOOP, READS_PARTS: "False"}
     return accepted(options, mesh)
 
 

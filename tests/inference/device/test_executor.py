@@ -9,6 +9,7 @@ from megajax.inference.device import executor
 from megajax.inference.device.executor import (
     IN_GRAPHS,
     LARGEST_JOINED,
+    READS_PARTS,
     TRITON_PRODUCTS,
     WHOLE_LOOP,
     decode_options,
@@ -25,6 +26,7 @@ CONFIG = DecoderConfig(num_layers=1, embed_dim=128, num_heads=4, head_dim=64, nu
 
 CUBLAS = {LARGEST_JOINED: "0", TRITON_PRODUCTS: "False"}
 TRITON = {LARGEST_JOINED: "0"}
+GRAPH = {IN_GRAPHS: WHOLE_LOOP, READS_PARTS: "False"}
 
 
 def params_of(inputs: str | None) -> dict:
@@ -37,14 +39,14 @@ def params_of(inputs: str | None) -> dict:
 @pytest.mark.parametrize(
     ("mlp_dim", "tensor", "num_rows", "inputs", "wanted"),
     [
-        (256, 1, 32, None, {LARGEST_JOINED: "1000", IN_GRAPHS: WHOLE_LOOP}),
-        (256, 1, 64, None, CUBLAS | {IN_GRAPHS: WHOLE_LOOP}),
-        (256, 1, 64, "dynamic", CUBLAS | {IN_GRAPHS: WHOLE_LOOP}),
-        (256, 1, 64, "unchanged", TRITON | {IN_GRAPHS: WHOLE_LOOP}),
+        (256, 1, 32, None, {LARGEST_JOINED: "1000"} | GRAPH),
+        (256, 1, 64, None, CUBLAS | GRAPH),
+        (256, 1, 64, "dynamic", CUBLAS | GRAPH),
+        (256, 1, 64, "unchanged", TRITON | GRAPH),
         (256, 2, 2, None, {LARGEST_JOINED: "1000"}),
-        (192, 1, 2, None, {LARGEST_JOINED: "1000", IN_GRAPHS: WHOLE_LOOP}),
+        (192, 1, 2, None, {LARGEST_JOINED: "1000"} | GRAPH),
         (192, 2, 2, None, TRITON),
-        (200, 1, 2, None, TRITON | {IN_GRAPHS: WHOLE_LOOP}),
+        (200, 1, 2, None, TRITON | GRAPH),
     ],
 )
 def test_few_rows_join_products_where_the_widths_of_a_device_allow_it_and_one_device_decodes_in_a_graph(
@@ -68,9 +70,9 @@ def test_prompts_are_one_graph_and_tune_triton_products_only_for_few_tokens_and_
     mesh = make_test_mesh()
     assert prefill_options(params_of(inputs), mesh, num_tokens) == {}  # on CPU
     monkeypatch.setattr(executor, "NVIDIA", mesh.devices.flat[0].device_kind)
-    assert prefill_options(params_of(inputs), mesh, num_tokens) == wanted | {IN_GRAPHS: WHOLE_LOOP}
+    assert prefill_options(params_of(inputs), mesh, num_tokens) == wanted | GRAPH
 
 
 def test_jaxlib_knows_the_options(make_test_mesh):
-    options = {LARGEST_JOINED: "1000", IN_GRAPHS: WHOLE_LOOP, TRITON_PRODUCTS: "False"}
+    options = {LARGEST_JOINED: "1000", TRITON_PRODUCTS: "False"} | GRAPH
     assert accepted(options, make_test_mesh()) == options
