@@ -30,7 +30,7 @@ def problem(num_values: int, dtype: jnp.dtype) -> str:
 
 @functools.partial(jax.jit, static_argnames=("count", "interpret"))  # lowered once for all layers
 def top_k(values_TE: jax.Array, count: int, *, interpret: Any = None) -> jax.Array:
-    """-> int32 [T, count]. values: no NaN."""
+    """-> int32 [T, count]; of rows with NaN any numbers, also above E."""
     num_rows, num_values = values_TE.shape
     columns = -(-count // 8) * 8
     tiles = num_values // TILE

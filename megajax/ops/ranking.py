@@ -16,15 +16,22 @@ BLOCK = 512  # of more numbers, those of which all pairs are compared
 
 
 def largest(values_TE: jax.Array, count: int) -> jax.Array:
-    """int32 [T, count]: where the largest values of each row are, descending; the first of equal ones. float32."""
-    num_rows, num_values = values_TE.shape
+    """int32 [T, count]: where the largest values of each row are, descending; the first of equal ones. float32. Of rows
+    with NaN any, so that what is computed with such a value shows it."""
     if not _kernel_problem(values_TE):
         from pallas_kernels.top_k import top_k
 
-        return compat.vary(top_k(values_TE, count), compat.varying_axes(values_TE))
-    if num_rows > FEW_ROWS:
+        found_TK = compat.vary(top_k(values_TE, count), compat.varying_axes(values_TE))
+    elif len(values_TE) > FEW_ROWS:
         return jax.lax.top_k(values_TE, count)[1]
-    number_E = jnp.arange(num_values, dtype=jnp.int32)
+    else:
+        found_TK = _by_comparison(values_TE, count)
+    # Values that are NaN have equal ranks, and sums of numbers may be too large.
+    return jnp.minimum(found_TK, values_TE.shape[1] - 1)
+
+
+def _by_comparison(values_TE: jax.Array, count: int) -> jax.Array:
+    number_E = jnp.arange(values_TE.shape[1], dtype=jnp.int32)
     own_TE1 = values_TE[..., None]
     other_T1E = values_TE[:, None]
     is_before_TEE = (other_T1E > own_TE1) | ((other_T1E == own_TE1) & (number_E < number_E[:, None]))

@@ -32,6 +32,13 @@ def test_the_largest_are_those_of_a_stable_sort(num_rows):
     np.testing.assert_array_equal(largest(jnp.asarray(values), 9), np.argsort(-values, 1, stable=True)[:, :9])
 
 
+@pytest.mark.parametrize("num_rows", [2, FEW_ROWS + 1])
+def test_a_row_of_nan_has_numbers_of_values(num_rows):
+    """A router that is NaN must not seem to choose no expert: its weights, which are NaN too, would not be read."""
+    found = np.asarray(largest(jnp.full((num_rows, 60), jnp.nan), 9))
+    assert (found >= 0).all() and (found < 60).all()
+
+
 @pytest.mark.parametrize("num_values, count", [(64, 1), (192, 9)])
 def test_interpreted_kernel_finds_the_largest(num_values, count, interpreted):
     values = values_of(3, num_values)

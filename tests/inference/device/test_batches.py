@@ -58,6 +58,20 @@ def test_a_call_has_the_smallest_shape_with_enough_room(pages, decoding, shape):
     assert (fitting.tokens, fitting.rows_beside) == shape and fitting.pages >= pages
 
 
+def test_a_measured_call_has_tokens_that_write_to_slots_of_their_own():
+    """As a real one: padding is in no slot, and has no experts."""
+    sizes = SIZES._replace(num_rows=128, num_pages=512)
+    batches = Batches(sizes, Shapes.of(sizes, 512, 512, True, mixes=True), vocab_size=10)
+    shape = next(shape for shape in batches.shapes.prefill if shape.rows_beside == 128)
+    batch, _, beside = batches.full_prefill(*shape)
+    pages = set((batch.slots_T // PAGE).tolist())
+    assert len(set(batch.slots_T.tolist())) == shape.tokens and pages == set(range(-(-shape.tokens // PAGE)))
+    assert (batch.upper_T == np.arange(shape.tokens) + 1).all() and not batch.lower_T.any()
+    for decoding in (beside.batch, batches.full_decode(128, 128)[0]):
+        assert len(set(decoding.table_BP[:, 0].tolist())) == 128 and (decoding.ends_B > decoding.positions_B).all()
+    assert not pages & set(beside.batch.table_BP[:, 0].tolist())
+
+
 def test_tokens_of_a_prompt_attend_to_their_sequence_and_padding_to_nothing_with_bounds_that_never_decrease():
     """The kernel for prompts finds the keys of a block of tokens by the bounds of its first and last token: padding
     with smaller bounds would hide them from the tokens before it."""
