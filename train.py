@@ -2,7 +2,7 @@
 
 import sys
 
-from megajax.mesh.host_memory import keep_freed_memory_without_gpu
+from megajax.mesh.allocators import keep_freed_memory_without_gpu
 from megajax.training.faults.signals import leave_when_asked
 
 if __name__ == "__main__":

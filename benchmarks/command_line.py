@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import configs
 from megajax.config import Config
+from megajax.mesh.allocators import use_gpu_memory
 from megajax.overrides import override
 from megajax.training.reporting.console import log_to_stderr
 
@@ -49,6 +50,7 @@ def print_measured(arguments: list[str], measure: Callable[[Config, float, int],
 def run(main: Callable[[list[str]], int | None]) -> None:
     """main(arguments) -> exit status; bad input is one line on stderr and status 2."""
     log_to_stderr()
+    use_gpu_memory()
     try:
         raise SystemExit(main(sys.argv[1:]))
     except ValueError as error:

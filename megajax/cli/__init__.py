@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import megajax
 from megajax.fields.suggestions import did_you_mean
-from megajax.mesh.host_memory import keep_freed_memory_without_gpu
+from megajax.mesh.allocators import keep_freed_memory_without_gpu, use_gpu_memory
 from megajax.terminal.one_line import print_error
 from megajax.training.faults.signals import leave_when_asked, leave_when_interrupted
 
@@ -82,6 +82,7 @@ def run_command(command: Callable[[list[str]], None], arguments: list[str], *, t
     if trains and not {"--help", "-h"}.intersection(arguments):
         print_what_can_be_printed()
     log_to_stderr()
+    use_gpu_memory()
     faulthandler.enable(file=2)  # a bus error, as of a mapped file that is cut off, would be silent
     try:
         command(arguments)

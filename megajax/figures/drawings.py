@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.figures.runs import X_LABELS, Curve, RunMetrics, XAxis, panels
+from megajax.mesh.allocators import USABLE_MEMORY
 from megajax.mesh.devices import Device
 from megajax.ops import attention_mask as masks
 from megajax.parallel.schedule import Stages, Table, make_table
 from megajax.parameters import named
 from megajax.planning.memory import memory_per_device
-from megajax.planning.plan import USABLE_MEMORY
 from megajax.training.config import TrainingConfig
 from megajax.training.program import Program
 from megajax.training.reporting.console import format_bytes

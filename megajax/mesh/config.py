@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megajax.fields.ranges import PositiveInt
+from megajax.mesh.allocators import use_gpu_memory
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -112,6 +113,7 @@ def make_mesh(config: MeshConfig, devices=None) -> "Mesh":
     import numpy as np
     from jax.sharding import AxisType, Mesh
 
+    use_gpu_memory()
     devices = jax.devices() if devices is None else devices
     sizes = config.resolve(len(devices)).sizes()
     return Mesh(np.array(devices).reshape(tuple(sizes.values())), AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -1,6 +1,6 @@
 """How the processes of a run find each other, virtual devices, and the cache of compiled programs.
 
-The only file that reads environment variables.
+With allocators.py the only file that reads environment variables.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ import jax
 import jaxlib
 
 from megajax.mesh import compat
-from megajax.mesh.host_memory import keep_freed_memory
+from megajax.mesh.allocators import keep_freed_memory
 from megajax.terminal.announce import announced
 
 logger = logging.getLogger("megajax")

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from megajax.mesh import compat
+from megajax.mesh.allocators import USABLE_MEMORY
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.mesh.devices import DEVICES, Device, utilisation
 from megajax.mesh.processes import use_compiler_without_gpu
@@ -61,7 +62,6 @@ from megajax.training.reporting.console import (
 )
 
 UNEVEN_LOAD = 1.5  # of the fullest device, over the mean: shown beside the even one
-USABLE_MEMORY = 0.92  # of the device; the rest is CUDA, cuDNN workspaces and fragmentation
 MAX_VIRTUAL_DEVICES = 8  # plans of larger meshes are not compared with the memory of this machine
 COMPILED_FOR = ("H100", "H200")
 

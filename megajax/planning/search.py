@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 from rich.console import Console as RichConsole
 from rich.progress import Progress
 
+from megajax.mesh.allocators import USABLE_MEMORY
 from megajax.mesh.config import AXES, MeshConfig
 from megajax.mesh.devices import Device, utilisation
 from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
 from megajax.parallel.schedule import Stages, bubble, make_stages
 from megajax.planning.memory import activation_bytes, state_bytes
-from megajax.planning.plan import USABLE_MEMORY, plan_device
+from megajax.planning.plan import plan_device
 from megajax.planning.step_time import GPUS_PER_HOST, step_times
 from megajax.training.reporting.console import Console, format_bytes, format_seconds
 

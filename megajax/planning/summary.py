@@ -3,9 +3,10 @@
 import dataclasses
 import html
 
+from megajax.mesh.allocators import USABLE_MEMORY
 from megajax.mesh.devices import Device
 from megajax.planning.memory import memory_per_device
-from megajax.planning.plan import USABLE_MEMORY, plan_rows
+from megajax.planning.plan import plan_rows
 from megajax.training.config import TrainingConfig
 from megajax.training.program import Program
 
