@@ -308,13 +308,13 @@ class Executor:
     def compilations(self, params: dict, batches: Batches, shapes: Shapes) -> dict[tuple, Compilation]:
         """By function and shape: each compiles a program, unless that has been done. They keep no arrays."""
         found: dict[tuple, Compilation] = {}
-        # What takes longest comes first, so that the last ones are soon done.
+        # What takes longest comes first, so that the last ones are soon done: XLA tunes the products of few rows.
+        for shape in shapes.decode:
+            function, *arguments = self._decode_arguments(params, *batches.empty_decode(*shape), 1)
+            found["decode", *shape] = functools.partial(self._program, function, *self._abstract(arguments))
         for shape in reversed(shapes.prefill):
             function, *arguments = self._prefill_arguments(params, *batches.empty_prefill(*shape), False)
             found["prefill", *shape] = functools.partial(self._program, function, *self._abstract(arguments))
-        for shape in reversed(shapes.decode):
-            function, *arguments = self._decode_arguments(params, *batches.empty_decode(*shape), 1)
-            found["decode", *shape] = functools.partial(self._program, function, *self._abstract(arguments))
         for shape in self._image_shapes:
             images = self._abstract((params, self._features, *batches.empty_images(*shape)))
             found["images", *shape] = functools.partial(self._plain_program, self._encode_images, images)
