@@ -54,27 +54,33 @@ def num_parts(num_blocks: int, steps: int, wanted: int) -> int:
 
 @functools.partial(jax.jit, static_argnames=("function", "interpret"))  # lowered once for all layers
 def hidden(
-    rows_RK: jax.Array, gate_EKF: jax.Array, up_EKF: jax.Array, groups_Z: jax.Array, weights_ZR: jax.Array, *,
+    rows_nK: jax.Array, gate_EKF: jax.Array, up_EKF: jax.Array, groups_Z: jax.Array, weights_ZR: jax.Array, *,
     function: str, interpret: Any = None
 ) -> jax.Array:  # fmt: skip
-    """-> [Z, R, F], zero where a weight is. groups: int32. weights: float32. function: a name in gated.FUNCTIONS."""
-    num_slots = groups_Z.shape[0]
-    num_rows, contracted = rows_RK.shape
+    """-> [Z, R, F], zero where a weight is. groups: int32. weights: float32. function: a name in gated.FUNCTIONS.
+
+    n: up to R; further rows are zero.
+    """
+    num_slots, num_rows = weights_ZR.shape
+    contracted = rows_nK.shape[1]
     num_groups, _, width = gate_EKF.shape
     steps = contracted // STEP
     stages = min(HIDDEN_STAGES, steps)
-    dtype = rows_RK.dtype
+    dtype = rows_nK.dtype
 
     def body(rows_ref, groups_ref, weights_ref, *refs):
         *matrix_refs, out_ref, full, rows_smem, matrices_smem = refs
         slot, column = (lax.axis_index(name) for name in ("slot", "column"))
         columns = pl.ds(column * HIDDEN_COLUMNS, HIDDEN_COLUMNS)
         group = groups_ref[slot]
+        # TMA fills rows beyond the array with zeros, but Pallas refuses a slice that it knows to end there.
+        first = lax.rem(slot, 1)
+        all_rows = pl.ds(first, num_rows)
 
         def copy(step):
             stage = lax.rem(step, stages)
             inner = pl.ds(step * STEP, STEP)
-            plgpu.copy_gmem_to_smem(rows_ref.at[:, inner], rows_smem.at[stage], full.at[stage])
+            plgpu.copy_gmem_to_smem(rows_ref.at[all_rows, inner], rows_smem.at[stage], full.at[stage])
             for number, ref in enumerate(matrix_refs):
                 target = matrices_smem.at[number, stage]
                 plgpu.copy_gmem_to_smem(ref.at[group, inner, columns], target, full.at[stage])
@@ -111,7 +117,7 @@ def hidden(
         compiler_params=PARAMS,
         interpret=interpret,
     )
-    return run(rows_RK, groups_Z, weights_ZR, gate_EKF, up_EKF)
+    return run(rows_nK, groups_Z, weights_ZR, gate_EKF, up_EKF)
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))

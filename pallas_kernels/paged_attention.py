@@ -174,6 +174,7 @@ def _join_many(sums_BKpRH, stats_BKp2R, parts: int, group: int, dtype: jnp.dtype
             """[parts] -> the same in each of a few columns."""
             return _wide(a, 0, narrow)
 
+        sums = load(sums_ref.at[sequence, head, :, row], plgpu.Layout.WGMMA)  # first, to wait for all at once
         most, total = (load(stats_ref.at[sequence, head, :, i, row], by_part) for i in range(2))
         exists = plgpu.broadcasted_iota(jnp.int32, narrow, 0, layout=plgpu.Layout.WGMMA) < parts
         mosts = jnp.where(exists, columns(most), MASKED_SCORE)
@@ -181,7 +182,6 @@ def _join_many(sums_BKpRH, stats_BKp2R, parts: int, group: int, dtype: jnp.dtype
         weights = jnp.where(exists, jnp.exp2(mosts - _wide(peak, 1, narrow)), 0.0)
         totals = jnp.where(exists, weights * columns(total), 0.0)
         weight = jnp.max(weights, 1)
-        sums = load(sums_ref.at[sequence, head, :, row], plgpu.Layout.WGMMA)
         wide = _wide(weight, 0, sums.shape)
         out = jnp.sum(jnp.where(wide > 0, sums * wide, 0.0), 0)
         total = jnp.sum(_wide(jnp.max(totals, 1), 0, sums.shape), 0)

@@ -70,8 +70,7 @@ def few_tokens(
     num_experts = down_EFD.shape[0]
     num_rows = -(-num_tokens // ALIGNED) * ALIGNED
     groups_Z, weights_ZR = _slots(experts_nK, weights_nK, num_experts, num_rows)
-    x_RD = jnp.pad(x_nD, ((0, num_rows - num_tokens), (0, 0)))
-    hidden_ZRF = kernel.hidden(x_RD, *wide, groups_Z, weights_ZR, function=FUNCTIONS[name])
+    hidden_ZRF = kernel.hidden(x_nD, *wide, groups_Z, weights_ZR, function=FUNCTIONS[name])
     # As an addition of slices, which XLA fuses with what reads the sum; a reduction would be a kernel of its own.
     parts_SZnD = kernel.products(hidden_ZRF, down_EFD, groups_Z)[:, :, :num_tokens]
     sums_ZnD = functools.reduce(jnp.add, list(parts_SZnD))

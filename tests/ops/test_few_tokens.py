@@ -26,8 +26,9 @@ class Formula:
     """As the kernel; products are in two parts."""
 
     @staticmethod
-    def hidden(rows_RK, gate, up, groups_Z, weights_ZR, function):
+    def hidden(rows_nK, gate, up, groups_Z, weights_ZR, function):
         assert function == "silu"
+        rows_RK = jnp.pad(rows_nK, ((0, weights_ZR.shape[1] - len(rows_nK)), (0, 0)))
         gate_ZRF, up_ZRF = (multiplied(rows_RK, matrix, groups_Z) for matrix in (gate, up))
         found = jax.nn.silu(gate_ZRF) * up_ZRF * weights_ZR[..., None]
         return jnp.where(weights_ZR[..., None] != 0, found, 0).astype(rows_RK.dtype)

@@ -233,7 +233,7 @@ class Attention(nnx.Module):
         """
         config = self.config
         q_BTNH, k_BTKH, v_BTKH = (checkpoint_name(y, "qkv") for y in self._project(x_BTD, has_gradient=cache is None))
-        if config.qk_norm is not None:
+        if config.qk_norm is not None and not (cache is not None and self._norms_are_alike):
             q_BTNH = self._normed(self.query_norm, q_BTNH)
             k_BTKH = self._normed(self.key_norm, k_BTKH)
         q_BTNH = rotated(q_BTNH, config, inputs)
@@ -253,6 +253,18 @@ class Attention(nnx.Module):
         return norm(x_BTNH.reshape(*x_BTNH.shape[:2], -1)).reshape(x_BTNH.shape)
 
     @property
+    def _norms_are_alike(self) -> bool:
+        """Whether queries and keys are normalised per head, as they come from their matmul."""
+        config = self.config
+        return config.qk_norm is not None and config.qk_norm_scope == "head" and not config.qkv_bias
+
+    def _normed_together(self, joined_BTKGH: jax.Array) -> jax.Array:
+        """_normed of queries and keys beside each other, and the values as they are: XLA makes one kernel of it."""
+        place_G1 = jnp.arange(joined_BTKGH.shape[3])[:, None]
+        normed = jnp.where(place_G1 < place_G1.size - 2, self.query_norm(joined_BTKGH), self.key_norm(joined_BTKGH))
+        return jnp.where(place_G1 < place_G1.size - 1, normed, joined_BTKGH)
+
+    @property
     def side_by_side(self) -> SideBySide:
         config = self.config
         return SideBySide(
@@ -267,6 +279,8 @@ class Attention(nnx.Module):
         H = config.head_dim
         heads = config.num_heads // K
         joined = side_by_side(x_BTD, *self.side_by_side, has_gradient=has_gradient)
+        if not has_gradient and self._norms_are_alike:
+            joined = self._normed_together(joined)
         q, k, v = jnp.split(joined, (heads, heads + 1), axis=3)
         q = self.query.add_bias(q.reshape(*x_BTD.shape[:2], config.num_heads, H))
         k = self.key.add_bias(k[..., 0, :])
