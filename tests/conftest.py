@@ -39,10 +39,12 @@ import pytest
 from megajax.mesh import compat
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.mesh.processes import cpu_cache_name, cpu_features
+from megajax.mesh.stored_programs import StoredPrograms
 from megajax.ops import matmul
 from megajax.ops.attention_backends import BACKENDS
 
 gc.set_threshold(50_000, 20, 50)  # while the tests were imported, looking for cycles took 3 of 11 s
+StoredPrograms.enabled = False  # tests replace functions
 matmul.MIN_JOINED_ROWS = 64  # so that small training batches take the path of large ones
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -53,7 +55,7 @@ MAX_PROGRAM_BYTES = 2**30  # one run of the suite adds about 100 MB
 def keep_latest(folder: Path, max_bytes: int) -> None:
     """Removes the files that have not been read for the longest time. JAX's own limit reads the folder for each program
     that it adds: 0.3 s where there are 10,000."""
-    files = [(path.stat(), path) for path in folder.glob("*/*")]
+    files = [(path.stat(), path) for path in folder.rglob("*") if path.is_file()]
     total = sum(stat.st_size for stat, _ in files)
     for stat, path in sorted(files, key=lambda file: file[0].st_atime):
         if total <= max_bytes:

@@ -395,6 +395,8 @@ class Engine:
             how += ", and XLA is asked to make those for decoding CUDA graphs"
         logger.info("compiling %d programs%s", sum(len(stage.compilations) for stage in [first, *rest]), how)
         first.compile()
+        if found := sum(executor.stored.num_found for executor, _ in executors):
+            logger.info("%d of them were compiled by an earlier start, whose log names their kernels", found)
         seconds, *_ = [executor.run_once(params, self.batches, first.shapes) for executor, params in executors]
         limits = self.scheduler.limits
         self.scheduler.limits = limits._replace(step_seconds=seconds.steps, prefill_seconds=seconds.prefill)

@@ -1,8 +1,10 @@
 """All private or version-dependent JAX API (jax 0.10.2, 0.11.x, 0.12.x); no other file depends on the version."""
 
+import contextlib
 import functools
 import importlib.util
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +32,18 @@ def use_gloo() -> None:
 def setting(name: str) -> Any:
     """A value of jax.config."""
     return getattr(jax.config, name)
+
+
+def settings() -> dict[str, Any]:
+    """All of jax.config but what says where compiled programs are kept, and what is logged."""
+    return {k: v for k, v in jax.config.values.items() if "cache" not in k and not k.startswith("jax_log")}
+
+
+def without_writing_to_the_cache() -> contextlib.AbstractContextManager:
+    """What this thread compiles meanwhile, JAX does not write to its compilation cache."""
+    from jax._src.config import persistent_cache_min_compile_time_secs
+
+    return persistent_cache_min_compile_time_secs(math.inf)
 
 
 def mesh_platform() -> str:

@@ -30,6 +30,7 @@ from megajax.inference.device.programs import (
 from megajax.inference.device.warm_up import Compilation
 from megajax.inference.tokens.sampling import Logprobs
 from megajax.layers.attention.kv_cache import PoolSizes
+from megajax.mesh.stored_programs import StoredPrograms
 from megajax.models.model import Model
 from megajax.ops.matmul import JOINED_MULTIPLE
 from megajax.quantization.weights import QuantizedWeight, is_quantized
@@ -141,6 +142,8 @@ class Executor:
         """By function and shapes."""
         self._no_masks: dict[int, jax.Array] = {}
         self._replicated = NamedSharding(mesh, P())
+        of_model = (model.config, model.precision, model.execution, model.transforms, model.stages)
+        self.stored = StoredPrograms(mesh, (of_model, sizes, vocab_size, max_steps))
         with jax.set_mesh(mesh):
             self.caches = jax.jit(functools.partial(model.config.new_pages, sizes, model.execution))()
             self._kept: list[jax.Array] = []
@@ -272,12 +275,17 @@ class Executor:
 
             shardings = (jax.tree.map(lambda a: a.sharding, self.caches), self._replicated, self._replicated)
             jitted = jax.jit(call, donate_argnums=(1, 2), out_shardings=shardings)
-            lowered = self._lower(jitted, (params, self.caches, self._rows, words, *on_device))
             if function == self._decode:
                 options = decode_options(self._model, params, self.mesh, len(host[0].positions_B))
             else:
                 options = prefill_options(params, self.mesh, len(host[0].tokens_T))
-            self.compiled[key] = lowered.compile(compiler_options=options)
+
+            def compiled():
+                lowered = self._lower(jitted, (params, self.caches, self._rows, words, *on_device))
+                return lowered.compile(compiler_options=options)
+
+            described = (function.__name__, self._abstract((params, like, on_device)), options)
+            self.compiled[key] = self.stored.get(described, compiled)
         return self.compiled[key]
 
     def _plain_program(self, function, arguments: tuple):

@@ -1,7 +1,11 @@
-"""The compiler options of the engine's programs; tests/inference/test_compiled_for_hopper.py sees what they do."""
+"""The compiler options of the engine's programs, of which tests/inference/test_compiled_for_hopper.py sees what they
+do; and programs that an earlier start has compiled."""
 
 import dataclasses
+import logging
+import secrets
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -15,6 +19,9 @@ from megajax.inference.device.executor import (
     decode_options,
     prefill_options,
 )
+from megajax.inference.engine import Engine, ServingConfig
+from megajax.inference.tokens.sampling import Sampling
+from megajax.mesh.stored_programs import StoredPrograms
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.quantization.weights import QuantizedWeight, WeightFormat
@@ -76,3 +83,31 @@ def test_prompts_are_one_graph_and_tune_triton_products_only_for_few_tokens_and_
 def test_jaxlib_knows_the_options(make_test_mesh):
     options = {LARGEST_JOINED: "1000", TRITON_PRODUCTS: "False"} | GRAPH
     assert accepted(options, make_test_mesh()) == options
+
+
+def test_a_second_engine_lowers_nothing_that_the_first_one_has_compiled(tmp_path, make_test_mesh, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    mesh = make_test_mesh(tensor=2)
+    # A number that no other program has: what comes from JAX's own cache is not stored.
+    model = Model(dataclasses.replace(CONFIG, attention_soft_cap=1 + secrets.randbelow(10**9) / 10**8))
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    monkeypatch.setattr(StoredPrograms, "enabled", True)
+
+    def generated() -> tuple[list[int], int]:
+        """-> (tokens, calls whose programs need not be compiled)."""
+        params = model.init(0, mesh)
+        engine = Engine(model, params, mesh, None, serving=ServingConfig(max_rows=1, max_batch_tokens=16, num_pages=8))
+        engine.warm_up()
+        engine.executor.stored.store()
+        return engine.generate_tokens([[1, 2, 3]], Sampling(max_tokens=4, temperature=0.0))[
+            0
+        ], engine.executor.stored.num_found
+
+    try:
+        tokens, none = generated()
+        assert none == 0
+        assert generated() == (tokens, 3)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert "3 of them were compiled by an earlier start" in caplog.text

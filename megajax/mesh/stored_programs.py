@@ -1,0 +1,170 @@
+"""Compiled programs in the folder of the compilation cache, found without tracing and lowering them.
+
+JAX's own cache is asked when a program has been lowered, and lowering those of an engine takes most of a start. Here a
+program is named by a digest of all that it follows from: versions, the source code, settings and what the caller
+describes. Like JAX's cache the folder must be one that only its user can write: a program is executed as it is found.
+"""
+
+import atexit
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import logging
+import os
+import pickle
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jaxlib
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+from jax.sharding import Mesh
+
+from megajax.mesh import compat
+from megajax.mesh.processes import xla_flags
+
+logger = logging.getLogger("megajax")
+
+FOLDER = "programs"
+PACKAGES = ("megajax", "pallas_kernels", "flax")
+# Serialising a program stops all other threads of Python for 0.3 s (Llama-3 8B, H100): it waits until nothing has been
+# compiled for a while, and leaves time between two programs for what is served.
+QUIET_SECONDS = 5.0
+PAUSE_SECONDS = 1.0
+KEPT_SECONDS = 30 * 24 * 3600  # a program that has not been used for so long is deleted
+ADDRESS = " at 0x"  # in the repr of what has none: different in each process
+
+
+class StoredPrograms:
+    enabled = True
+    """False in a process that replaces functions of megajax, as tests do: programs would not follow from the source."""
+
+    def __init__(self, mesh: Mesh, described: object):
+        """described: all that the programs on this mesh follow from, besides what `get` is given; its repr counts."""
+        self._described = f"{mesh.shape} {mesh.axis_types} {[device.id for device in mesh.devices.flat]} {described!r}"
+        self._devices = list(mesh.devices.flat)
+        self._is_cpu = self._devices[0].platform == "cpu"
+        self._new: list[tuple[Path, jax.stages.Compiled]] = []
+        self._last_compiled = 0.0
+        self._lock = threading.Lock()
+        self.num_found = 0
+
+    def get(self, described: object, compiled: Callable[[], jax.stages.Compiled]) -> jax.stages.Compiled:
+        """The program that `compiled` makes, or the same from the disk. Any thread may call this.
+
+        A program that was made is stored some seconds later, or when the process ends.
+        """
+        path = self._path(described)
+        if path is None:
+            return compiled()
+        program = _read(path, self._devices)
+        if program is not None:
+            self.num_found += 1
+            return program
+        # JAX would serialise it as well, and at once. On a CPU its cache stays: programs are few, and small.
+        with contextlib.nullcontext() if self._is_cpu else compat.without_writing_to_the_cache():
+            program = compiled()
+        with self._lock:
+            self._last_compiled = time.monotonic()
+            if not self._new:
+                threading.Thread(target=self._store_later, daemon=True).start()
+                atexit.register(self.store)
+            self._new.append((path, program))
+        return program
+
+    def store(self, pause: float = 0.0) -> None:
+        """What has been compiled and is not stored yet. pause: seconds after each program."""
+        while True:
+            with self._lock:
+                if not self._new:
+                    return
+                path, program = self._new[0]
+                _write(path, program, self._devices)
+                self._new.pop(0)
+            time.sleep(pause)
+
+    def _store_later(self) -> None:
+        while (left := self._last_compiled + QUIET_SECONDS - time.monotonic()) > 0:
+            time.sleep(left)
+        self.store(PAUSE_SECONDS)
+
+    def _path(self, described: object) -> Path | None:
+        folder = compat.setting("jax_compilation_cache_dir")
+        is_used = self.enabled and folder and compat.setting("jax_enable_compilation_cache")
+        if not is_used or jax.process_count() > 1:
+            return None
+        text = f"{_environment(self._devices[0])} {self._described} {described!r}"
+        if ADDRESS in text:
+            _say_once("programs are compiled in each start: what they follow from has no lasting description")
+            return None
+        return Path(folder) / FOLDER / hashlib.sha256(text.encode()).hexdigest()
+
+
+def _environment(device: jax.Device) -> str:
+    """Besides the model and the shapes: the versions of all packages, the device, and the settings of JAX and XLA."""
+    versions = (jax.__version__, jaxlib.__version__, device.client.platform_version, device.device_kind)
+    return f"{versions} {_source_digest()} {xla_flags()} {compat.settings()}"
+
+
+@functools.cache
+def _source_digest() -> str:
+    digest = hashlib.sha256()
+    for package in PACKAGES:
+        spec = importlib.util.find_spec(package)
+        for folder in spec.submodule_search_locations or () if spec else ():
+            for path in sorted(Path(folder).rglob("*.py")):
+                digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(path: Path, devices: list[jax.Device]) -> jax.stages.Compiled | None:
+    """None if there is no such file, or it cannot be used; the log says why."""
+    try:
+        parts = pickle.loads(zlib.decompress(path.read_bytes()))
+        os.utime(path)
+        _load_runtime_of_kernels()
+        return deserialize_and_load(*parts, backend=devices[0].client, execution_devices=devices)
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # of any library: the file may be cut off, or from a machine like this one
+        logger.warning("%s is not used, its program is compiled again: %s", path, error)
+        return None
+
+
+def _write(path: Path, program: jax.stages.Compiled, devices: list[jax.Device]) -> None:
+    try:
+        parts = serialize(program)
+        if devices[0].platform == "cpu":
+            # Parts of one that comes from JAX's own cache are missing (jaxlib 0.10.2 and 0.11.2).
+            deserialize_and_load(*parts, backend=devices[0].client, execution_devices=devices)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _forget_old(path.parent)
+        temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+        temporary.write_bytes(zlib.compress(pickle.dumps(parts), 1))
+        temporary.replace(path)
+    except Exception as error:  # a full disk, or a program that cannot be read back: the next start compiles it
+        _say_once(f"a compiled program is not stored in {path.parent}: {error}")
+
+
+@functools.cache
+def _forget_old(folder: Path) -> None:
+    oldest = time.time() - KEPT_SECONDS
+    for path in folder.iterdir():
+        if path.stat().st_mtime < oldest:
+            path.unlink(missing_ok=True)
+
+
+@functools.cache
+def _load_runtime_of_kernels() -> None:
+    """Programs refer to functions of Mosaic's library, which this import loads."""
+    if not compat.mosaic_problem():
+        importlib.import_module("jax.experimental.mosaic.gpu")
+
+
+@functools.cache
+def _say_once(message: str) -> None:
+    logger.info(message)

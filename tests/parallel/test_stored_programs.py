@@ -1,0 +1,97 @@
+"""Compiled programs are found by what they follow from, and by nothing else."""
+
+import dataclasses
+import logging
+import secrets
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import configs
+from megajax.mesh import compat
+from megajax.mesh.stored_programs import ADDRESS, FOLDER, StoredPrograms
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    width: int
+    function: object = None
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The folder, while programs are stored."""
+    monkeypatch.setattr(StoredPrograms, "enabled", True)
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    yield tmp_path / FOLDER
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def get(mesh, model, shape: int) -> tuple[bool, list[float]]:
+    """-> (whether the program was compiled, its result)."""
+    compiled = []
+
+    def compile_it():
+        compiled.append(True)
+        number = secrets.randbits(31)  # so that JAX's own cache does not have it: what comes from there is not stored
+        double = jax.jit(lambda tree: {"twice": 2 * tree["a"], "number": jnp.int32(number)})
+        return double.lower({"a": jnp.zeros(shape)}).compile()
+
+    programs = StoredPrograms(mesh, model)
+    program = programs.get(("double", shape), compile_it)
+    programs.store()
+    return bool(compiled), program({"a": jnp.ones(shape)})["twice"].tolist()
+
+
+def test_a_program_is_compiled_once_for_all_that_it_follows_from(cache, make_test_mesh):
+    mesh = make_test_mesh()
+    assert get(mesh, Described(1), 2) == (True, [2.0, 2.0])
+    assert get(mesh, Described(1), 2) == (False, [2.0, 2.0])
+    assert get(mesh, Described(1), 3) == (True, [2.0, 2.0, 2.0])
+    assert get(mesh, Described(2), 2)[0]
+    assert get(make_test_mesh(tensor=2), Described(1), 2)[0]
+    jax.config.update("jax_default_matmul_precision", "highest")
+    try:
+        assert get(mesh, Described(1), 2)[0]
+    finally:
+        jax.config.update("jax_default_matmul_precision", None)
+    assert len(list(cache.iterdir())) == 5
+    assert not get(mesh, Described(1), 2)[0]
+
+
+def test_a_damaged_file_is_compiled_again(cache, make_test_mesh, caplog):
+    mesh = make_test_mesh()
+    get(mesh, Described(1), 2)
+    (path,) = cache.iterdir()
+    path.write_bytes(path.read_bytes()[:100])
+    assert get(mesh, Described(1), 2) == (True, [2.0, 2.0])
+    assert f"{path} is not used" in caplog.text
+    assert not get(mesh, Described(1), 2)[0]
+
+
+@pytest.mark.parametrize("why", ["address", "no folder", "JAX caches nothing", "not enabled"])
+def test_nothing_is_stored(why, cache, make_test_mesh, monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    model = Described(1, function=object() if why == "address" else None)
+    if why == "no folder":
+        jax.config.update("jax_compilation_cache_dir", None)
+    if why == "JAX caches nothing":
+        settings = {"jax_compilation_cache_dir": str(cache), "jax_enable_compilation_cache": False}
+        monkeypatch.setattr(compat, "setting", settings.get)
+    if why == "not enabled":
+        monkeypatch.setattr(StoredPrograms, "enabled", False)
+    for _ in range(2):
+        was_compiled, result = get(make_test_mesh(), model, 2)
+        assert was_compiled
+        assert np.array_equal(result, [2, 2])
+    assert not cache.exists()
+    assert ("no lasting description" in caplog.text) == (why == "address")
+
+
+def test_every_recipe_has_a_lasting_description():
+    for name in configs.recipes():
+        config = configs.recipe(name)
+        assert ADDRESS not in repr((config.model, config.precision, config.execution)), name
