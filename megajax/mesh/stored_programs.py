@@ -34,7 +34,7 @@ PACKAGES = ("megajax", "pallas_kernels", "flax")
 # Serialising a program stops all other threads of Python for 0.3 s (Llama-3 8B, H100): it waits until nothing has been
 # compiled for a while, and leaves time between two programs for what is served.
 QUIET_SECONDS = 5.0
-PAUSE_SECONDS = 1.0
+PAUSE_SECONDS = 3.0
 KEPT_SECONDS = 30 * 24 * 3600  # a program that has not been used for so long is deleted
 ADDRESS = " at 0x"  # in the repr of what has none: different in each process
 
