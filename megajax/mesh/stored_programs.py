@@ -6,10 +6,9 @@ describes. Like JAX's cache the folder must be one that only its user can write:
 """
 
 import atexit
-import contextlib
 import functools
 import hashlib
-import importlib.util
+import importlib
 import logging
 import os
 import pickle
@@ -65,9 +64,9 @@ class StoredPrograms:
         if program is not None:
             self.num_found += 1
             return program
-        # JAX would serialise it as well, and at once. On a CPU its cache stays: programs are few, and small.
-        with contextlib.nullcontext() if self._is_cpu else compat.without_writing_to_the_cache():
-            program = compiled()
+        program, is_whole = self._made(compiled)
+        if not is_whole:
+            return program
         with self._lock:
             self._last_compiled = time.monotonic()
             if not self._new:
@@ -83,9 +82,19 @@ class StoredPrograms:
                 if not self._new:
                     return
                 path, program = self._new[0]
-                _write(path, program, self._devices)
+                _write(path, program)
                 self._new.pop(0)
             time.sleep(pause)
+
+    def _made(self, compiled: Callable[[], jax.stages.Compiled]) -> tuple[jax.stages.Compiled, bool]:
+        """-> (the program, whether it can be stored)."""
+        if not self._is_cpu:
+            with compat.without_writing_to_the_cache():  # which would serialise it as well, and at once
+                return compiled(), True
+        _listen()
+        _last.is_cached = False
+        program = compiled()
+        return program, not _last.is_cached  # of one from JAX's cache, parts are missing (jaxlib 0.10.2 and 0.11.2)
 
     def _store_later(self) -> None:
         while (left := self._last_compiled + QUIET_SECONDS - time.monotonic()) > 0:
@@ -114,8 +123,7 @@ def _environment(device: jax.Device) -> str:
 def _source_digest() -> str:
     digest = hashlib.sha256()
     for package in PACKAGES:
-        spec = importlib.util.find_spec(package)
-        for folder in spec.submodule_search_locations or () if spec else ():
+        for folder in importlib.import_module(package).__path__:
             for path in sorted(Path(folder).rglob("*.py")):
                 digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
     return digest.hexdigest()
@@ -135,18 +143,29 @@ def _read(path: Path, devices: list[jax.Device]) -> jax.stages.Compiled | None:
         return None
 
 
-def _write(path: Path, program: jax.stages.Compiled, devices: list[jax.Device]) -> None:
+_last = threading.local()
+"""Has `is_cached`: whether what this thread has compiled last comes from JAX's cache."""
+
+
+@functools.cache
+def _listen() -> None:
+    def note(event: str, **_) -> None:
+        if event == "/jax/compilation_cache/compile_requests_use_cache":
+            _last.is_cached = False
+        elif event == "/jax/compilation_cache/cache_hits":
+            _last.is_cached = True
+
+    jax.monitoring.register_event_listener(note)
+
+
+def _write(path: Path, program: jax.stages.Compiled) -> None:
     try:
-        parts = serialize(program)
-        if devices[0].platform == "cpu":
-            # Parts of one that comes from JAX's own cache are missing (jaxlib 0.10.2 and 0.11.2).
-            deserialize_and_load(*parts, backend=devices[0].client, execution_devices=devices)
         path.parent.mkdir(parents=True, exist_ok=True)
         _forget_old(path.parent)
         temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
-        temporary.write_bytes(zlib.compress(pickle.dumps(parts), 1))
+        temporary.write_bytes(zlib.compress(pickle.dumps(serialize(program)), 1))
         temporary.replace(path)
-    except Exception as error:  # a full disk, or a program that cannot be read back: the next start compiles it
+    except Exception as error:  # a full disk, or a program that cannot be serialised: the next start compiles it
         _say_once(f"a compiled program is not stored in {path.parent}: {error}")
 
 

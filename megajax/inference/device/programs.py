@@ -201,7 +201,7 @@ def prefill(
     ahead = None if batch.ahead_T is None else batch.ahead_T[None]
     bounds = (batch.lower_T[None], batch.upper_T[None])
     places = Places(slots, positions, row_numbers, batch.table_P[None], *bounds, ahead, singles)
-    places = jax.lax.optimization_barrier(places)
+    places = jax.lax.optimization_barrier(places)  # else XLA would compute them in every layer
     inputs = {"tokens": batch.tokens_T[None], "positions": positions, PADDING: slots >= sizes.num_slots}
     if batch.image_T is not None:
         inputs |= {IMAGE.index: batch.image_T[None], IMAGE.features: features}
