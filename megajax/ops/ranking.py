@@ -56,24 +56,27 @@ def ends_of(numbers_N: jax.Array, length: int) -> jax.Array:
     return jnp.sum(numbers_N[:, None] <= jnp.arange(length, dtype=jnp.int32), 0, dtype=jnp.int32)
 
 
-def places_in_order(numbers_N: jax.Array, length: int) -> jax.Array:
-    """int32 [N]: the place of each number, from 0 to length - 1, after a stable sort (a counting sort)."""
+def in_order(numbers_N: jax.Array, length: int) -> tuple[jax.Array, jax.Array]:
+    """A counting sort -> (int32 [N]: the place of each number, from 0 to length - 1, in a stable order; int32 [length]:
+    how many numbers are at most 0, 1, ..., length - 1)."""
     num_numbers = numbers_N.size
     if num_numbers <= ONE_BLOCK:
         number = jnp.arange(num_numbers, dtype=jnp.int32)
         own_N1 = numbers_N[:, None]
         is_before_NN = (numbers_N < own_N1) | ((numbers_N == own_N1) & (number < number[:, None]))
-        return jnp.sum(is_before_NN, 1, dtype=jnp.int32)
+        return jnp.sum(is_before_NN, 1, dtype=jnp.int32), ends_of(numbers_N, length)
     padded = jnp.pad(numbers_N, (0, -num_numbers % BLOCK), constant_values=length)
     blocks_nB = padded.reshape(-1, BLOCK)
     every_E = jnp.arange(length, dtype=jnp.int32)
     counts_nE = jnp.sum(blocks_nB[..., None] == every_E, 1, dtype=jnp.int32)
-    smaller_E = jnp.sum(numbers_N[:, None] < every_E, 0, dtype=jnp.int32)
-    block_n = jnp.arange(len(blocks_nB), dtype=jnp.int32)
     # Written out: a cumulative sum would be four kernels.
+    block_n = jnp.arange(len(blocks_nB), dtype=jnp.int32)
     before_nE = jnp.sum(jnp.where((block_n < block_n[:, None])[..., None], counts_nE, 0), 1)
+    totals_E = jnp.sum(counts_nE, 0)
+    ends_E = jnp.sum(jnp.where(every_E <= every_E[:, None], totals_E, 0), 1)
     number = jnp.arange(BLOCK, dtype=jnp.int32)
     is_before_nBB = (blocks_nB[:, None] == blocks_nB[..., None]) & (number < number[:, None])
     within_nB = jnp.sum(is_before_nBB, -1, dtype=jnp.int32)
-    first_nB = jnp.take_along_axis(smaller_E + before_nE, jnp.minimum(blocks_nB, length - 1), 1)
-    return (first_nB + within_nB).ravel()[:num_numbers]
+    first_nE = ends_E - totals_E + before_nE
+    first_nB = jnp.take_along_axis(first_nE, jnp.minimum(blocks_nB, length - 1), 1)
+    return (first_nB + within_nB).ravel()[:num_numbers], ends_E

@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.mesh import compat
 from megajax.mesh.current import axis_size, free_axes, manual
 from megajax.mesh.sharding import ACTIVATION_AXES, WEIGHT_AXES, activation_spec, axes_of, rows_spec
-from megajax.ops.ranking import ends_of, places_in_order
+from megajax.ops.ranking import ends_of, in_order
 
 logger = logging.getLogger("megajax")
 
@@ -80,9 +80,10 @@ class AllGather:
         chosen = lax.all_gather(experts_nK, AXIS, axis=0, tiled=True).ravel()
         local = chosen - lax.axis_index(AXIS) * self.local_experts
         local = jnp.where((local >= 0) & (local < self.local_experts), local, self.local_experts)
-        ends = ends_of(local, self.local_experts)
         first = turn * self.num_rows
-        place = places_in_order(local, self.local_experts + 1) - first
+        place, ends = in_order(local, self.local_experts + 1)
+        place -= first
+        ends = ends[:-1]
         is_here = (local < self.local_experts) & (place >= 0) & (place < self.num_rows)
         home = jnp.where(is_here, place, self.num_rows)
         sizes = jnp.diff(jnp.clip(ends - first, 0, self.num_rows), prepend=0)
@@ -127,8 +128,9 @@ class AllToAll:
 
     def plan(self, experts_nK: jax.Array, turn) -> Plan:
         chosen = experts_nK.ravel()
-        order = _inverse(places_in_order(chosen, self.num_experts + 1), chosen.size)
-        ends_PE = ends_of(chosen, self.num_experts).reshape(self.num_ranks, -1)
+        places, ends = in_order(chosen, self.num_experts + 1)
+        order = _inverse(places, chosen.size)
+        ends_PE = ends[:-1].reshape(self.num_ranks, -1)
         starts_PE = jnp.concatenate([jnp.zeros_like(ends_PE[:1, 0]), ends_PE.ravel()[:-1]]).reshape(ends_PE.shape)
         first_P1 = starts_PE[:, :1] + turn * self.room
         place_PC = first_P1 + jnp.arange(self.room, dtype=jnp.int32)
@@ -138,7 +140,7 @@ class AllToAll:
         after_PE = jnp.cumsum(arrived_PE, 1)
         number_C = jnp.arange(self.room, dtype=jnp.int32)
         expert_PC = jnp.sum(number_C[None, :, None] >= after_PE[:, None, :], -1)  # number of experts: no row
-        unsorted = places_in_order(expert_PC.ravel(), self.local_experts + 1)
+        unsorted, _ = in_order(expert_PC.ravel(), self.local_experts + 1)
         sorted_ = _inverse(unsorted, self.num_rows)
         sent = sent_PC.ravel()
         return Plan(jnp.sum(arrived_PE, 0), sent, sorted_, unsorted, _inverse(sent, chosen.size))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.ops.ranking import BLOCK, FEW_ROWS, ONE_BLOCK, ends_of, largest, places_in_order
+from megajax.ops.ranking import BLOCK, FEW_ROWS, ONE_BLOCK, ends_of, in_order, largest
 from pallas_kernels import top_k as kernel
 
 
@@ -13,9 +13,10 @@ from pallas_kernels import top_k as kernel
 @pytest.mark.parametrize("length", [1, 7, 100])
 def test_places_are_those_of_a_stable_sort(count, length):
     numbers = np.random.default_rng(count).integers(length, size=count, dtype=np.int32)
-    places = np.asarray(jax.jit(places_in_order, static_argnums=1)(numbers, length))
+    places, found_ends = (np.asarray(a) for a in jax.jit(in_order, static_argnums=1)(numbers, length))
     np.testing.assert_array_equal(np.argsort(places), np.argsort(numbers, stable=True))
     ends = np.cumsum(np.bincount(numbers, minlength=length))
+    np.testing.assert_array_equal(found_ends, ends)
     np.testing.assert_array_equal(ends_of(jnp.asarray(numbers), length), ends)
 
 
