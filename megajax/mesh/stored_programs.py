@@ -2,7 +2,7 @@
 
 JAX's own cache is asked when a program has been lowered, and lowering those of an engine takes most of a start. Here a
 program is named by a digest of all that it follows from: versions, the source code, settings and what the caller
-describes. Like JAX's cache the folder must be one that only its user can write: a program is executed as it is found.
+describes. A program is executed as it is found, so those of other users are not used.
 """
 
 import atexit
@@ -132,7 +132,10 @@ def _source_digest() -> str:
 def _read(path: Path, devices: list[jax.Device]) -> jax.stages.Compiled | None:
     """None if there is no such file, or it cannot be used; the log says why."""
     try:
-        parts = pickle.loads(zlib.decompress(path.read_bytes()))
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_uid != os.geteuid():
+                raise PermissionError("it belongs to another user")
+            parts = pickle.loads(zlib.decompress(file.read()))
         os.utime(path)
         _load_runtime_of_kernels()
         return deserialize_and_load(*parts, backend=devices[0].client, execution_devices=devices)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import os
 import secrets
 
 import jax
@@ -70,6 +71,13 @@ def test_a_damaged_file_is_compiled_again(cache, make_test_mesh, caplog):
     assert get(mesh, Described(1), 2) == (True, [2.0, 2.0])
     assert f"{path} is not used" in caplog.text
     assert not get(mesh, Described(1), 2)[0]
+
+
+def test_a_file_of_another_user_is_not_used(cache, make_test_mesh, monkeypatch, caplog):
+    get(make_test_mesh(), Described(1), 2)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert get(make_test_mesh(), Described(1), 2)[0]
+    assert "it belongs to another user" in caplog.text
 
 
 @pytest.mark.parametrize("why", ["address", "no folder", "JAX caches nothing", "not enabled"])
