@@ -17,6 +17,16 @@ from flax import nnx
 from megajax.layers.dropout import DropoutKey
 from megajax.mesh.config import MeshConfig
 
+ADAPTERS = "adapters"
+"""In a batch, and among the inputs of layers: int32 [B, T], the number of the adapter of each token."""
+PADDING = "padding"
+"""The same: bool [B, T], tokens that belong to no sequence."""
+
+
+def read_by_layers(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What layers get of a batch whatever their family is."""
+    return {name: batch[name] for name in (ADAPTERS, PADDING) if name in batch}
+
 
 @dataclasses.dataclass(frozen=True)
 class Saved:

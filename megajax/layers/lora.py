@@ -16,8 +16,9 @@ import numpy as np
 from flax import nnx
 
 from megajax.fields.ranges import PositiveFloat, PositiveInt
+from megajax.layers.layer import ADAPTERS
 from megajax.layers.linear import Matrix
-from megajax.layers.transform import ADAPTERS, Joined, Transform, layer_inputs
+from megajax.layers.transform import Joined, Transform, layer_inputs
 from megajax.ops.grouped_matmul import GroupedWeight, LowRankSum
 from megajax.ops.matmul import JOINED_MULTIPLE, matmul
 from megajax.parameters import Parameter, weight

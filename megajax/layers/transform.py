@@ -26,11 +26,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("megajax")
 
-ADAPTERS = "adapters"
-"""In a batch, and among the inputs of layers: int32 [B, T], the number of the adapter of each token."""
-PADDING = "padding"
-"""bool [B, T], of a batch: tokens that belong to no sequence."""
-
 _CURRENT: ContextVar[tuple["Transform", ...]] = ContextVar("transforms", default=())
 _INPUTS: ContextVar[Mapping[str, Any]] = ContextVar("inputs")
 
@@ -120,12 +115,6 @@ def computing(inputs: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         _INPUTS.reset(token)
-
-
-def read_by_layers(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """What layers get of a call of an engine whatever their family is: what transforms of their matrices read, and
-    which tokens are padding."""
-    return {name: batch[name] for name in (ADAPTERS, PADDING) if name in batch}
 
 
 def layer_inputs() -> Mapping[str, Any]:

@@ -17,12 +17,11 @@ from megajax.layers.attention.rope import rope_tables
 from megajax.layers.dropout import DropoutKey, dropout
 from megajax.layers.feed_forward.mlp import MlpConfig
 from megajax.layers.feed_forward.moe import ExpertsConfig
-from megajax.layers.layer import Flops
+from megajax.layers.layer import Flops, read_by_layers
 from megajax.layers.linear import Linear
 from megajax.layers.multi_token import MultiTokenConfig, shifted
 from megajax.layers.norm import Norm
 from megajax.layers.stack import Stack, add_by_name
-from megajax.layers.transform import read_by_layers
 from megajax.layers.transformer import ResidualLayerConfig, TransformerLayerConfig
 from megajax.mesh.config import MeshConfig
 from megajax.mesh.sharding import constrain

@@ -18,10 +18,10 @@ from flax import nnx
 
 from megajax.fields.kinds import Kinds
 from megajax.layers.dropout import DropoutKey
-from megajax.layers.layer import Flops, LayerConfig, Totals
+from megajax.layers.layer import Flops, LayerConfig, Totals, read_by_layers
 from megajax.layers.linear import Linear
 from megajax.layers.stack import Stack, add_by_name, add_totals
-from megajax.layers.transform import Transform, read_by_layers
+from megajax.layers.transform import Transform
 from megajax.media.kinds import IMAGE
 from megajax.media.rows import MediaInputs, of_kind
 from megajax.mesh.config import MeshConfig

@@ -16,7 +16,7 @@ import numpy as np
 
 from megajax.inference.tokens.sampling import A, Logprobs, RowSampling, unpacked
 from megajax.layers.attention.kv_cache import Places, PoolSizes, Singles
-from megajax.layers.transform import ADAPTERS, PADDING
+from megajax.layers.layer import ADAPTERS, PADDING
 from megajax.media.kinds import IMAGE
 from megajax.media.rows import TEXT
 from megajax.mesh.sharding import constrain, replicated

@@ -21,9 +21,8 @@ from megajax.fields.ranges import PositiveInt, changed_fields
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.feed_forward.mlp import Mlp, MlpConfig
 from megajax.layers.feed_forward.router import Choice, Router, RouterConfig
-from megajax.layers.layer import Activation, Branch, Flops, Terms, check_divisible
+from megajax.layers.layer import PADDING, Activation, Branch, Flops, Terms, check_divisible
 from megajax.layers.linear import GatheredLinear, GroupedLinear
-from megajax.layers.transform import PADDING
 from megajax.mesh.config import MeshConfig
 from megajax.ops import activation as nonlinearity
 from megajax.ops.activation import GATED

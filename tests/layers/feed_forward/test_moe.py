@@ -13,8 +13,7 @@ from flax import nnx
 from megajax.layers.feed_forward.mlp import MlpConfig
 from megajax.layers.feed_forward.moe import ExpertsConfig, MoeConfig
 from megajax.layers.feed_forward.router import RouterConfig
-from megajax.layers.layer import NoState
-from megajax.layers.transform import PADDING
+from megajax.layers.layer import PADDING, NoState
 from megajax.mesh.sharding import weight_shardings
 from megajax.parallel.expert import AllGather, AllToAll, choose_exchange, exchange_of, make_plan, rounds_needed
 from megajax.parameters import Structure, records
