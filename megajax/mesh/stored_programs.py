@@ -10,6 +10,7 @@ import functools
 import hashlib
 import importlib
 import logging
+import math
 import os
 import pickle
 import threading
@@ -34,6 +35,7 @@ PACKAGES = ("megajax", "pallas_kernels", "flax")
 # compiled for a while, and leaves time between two programs for what is served.
 QUIET_SECONDS = 5.0
 PAUSE_SECONDS = 3.0
+EXIT_SECONDS = 5.0  # for what is left when the process ends
 KEPT_SECONDS = 30 * 24 * 3600  # a program that has not been used for so long is deleted
 ADDRESS = " at 0x"  # in the repr of what has none: different in each process
 
@@ -71,13 +73,15 @@ class StoredPrograms:
             self._last_compiled = time.monotonic()
             if not self._new:
                 threading.Thread(target=self._store_later, daemon=True).start()
-                atexit.register(self.store)
+                atexit.register(self.store, at_most=EXIT_SECONDS)
             self._new.append((path, program))
         return program
 
-    def store(self, pause: float = 0.0) -> None:
-        """What has been compiled and is not stored yet. pause: seconds after each program."""
-        while True:
+    def store(self, pause: float = 0.0, at_most: float = math.inf) -> None:
+        """What has been compiled and is not stored yet. pause: seconds after each program. at_most: seconds, after
+        which the next start compiles what is left."""
+        start = time.monotonic()
+        while time.monotonic() - start < at_most:
             with self._lock:
                 if not self._new:
                     return
