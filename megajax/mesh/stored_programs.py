@@ -64,7 +64,8 @@ class StoredPrograms:
             return compiled()
         program = _read(path, self._devices)
         if program is not None:
-            self.num_found += 1
+            with self._lock:
+                self.num_found += 1
             return program
         program, is_whole = self._made(compiled)
         if not is_whole:
