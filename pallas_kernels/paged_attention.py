@@ -4,7 +4,7 @@ For the query q of a head: s_j = scale * q k_j (soft_cap * tanh(s_j / soft_cap) 
 `window` of the sequence's `length` tokens; out = sum_j exp(s_j) v_j / sum_j exp(s_j). The sequence is split as in
 Flash-Decoding (Dao et al. 2023, https://pytorch.org/blog/flash-decoding/): a block of 128 threads processes one part of
 one sequence for one kv head, with a running maximum (Dao et al. 2022, https://arxiv.org/abs/2205.14135), and writes an
-unnormalised sum. XLA combines a few parts, and a second kernel many. Pages as in Kwon et al. 2023
+unnormalised sum; parts.py combines them. Pages as in Kwon et al. 2023
 (https://arxiv.org/abs/2309.06180).
 
 Dimensions: B sequences, N heads, K kv heads, G = N / K, H head dim, Z pages, S slots in a page, P pages per sequence;
@@ -24,8 +24,6 @@ Refused: see `problem`.
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -33,17 +31,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.parts import LOG2E, MASKED_SCORE, joined, num_parts, room_of
 from pallas_kernels.shared_memory import swizzled
 
-MASKED_SCORE = -1e30  # below every score; not -inf, so that a part without tokens gives 0 and no NaN
-LOG2E = math.log2(math.e)
 MAX_HEADS = 64  # per kv head
 SLOTS = 132 * 2  # target number of concurrent blocks on an H100: two per multiprocessor saturate its memory
 INT8_SLOTS = 132 * 4  # the same for int8, which also has to be converted
-MAX_PART_TOKENS = 4096  # so that the GPU does not wait long for one long sequence among short ones
-MANY_WAVES = 4  # of blocks: then it has others to do meanwhile, for twice as long
-WRITTEN_OUT = 8  # parts whose combination is a sum of as many terms, which XLA fuses
-MOST_PARTS = 64  # which a block can combine
 
 
 def problem(
@@ -62,20 +55,6 @@ def problem(
     if page_size % smallest or 64 % page_size:
         return f"{cache_dtype} pages of {page_size} tokens"
     return ""
-
-
-def num_parts(num_sequences: int, num_kv_heads: int, most_tokens: int, is_int8: bool = False, block: int = 64) -> int:
-    """Number of parts for sequences of up to most_tokens: fills the GPU with blocks; each part adds 1 % overhead."""
-    slots = INT8_SLOTS if is_int8 else SLOTS
-    has_many = num_sequences * num_kv_heads >= MANY_WAVES * slots
-    least = -(-most_tokens // (MAX_PART_TOKENS * (2 if has_many else 1)))
-    most = max(least, min(most_tokens // (2 * block), MOST_PARTS))
-
-    def cost(parts: int) -> float:
-        waves = -(-num_sequences * num_kv_heads * parts // slots)
-        return waves * (1 / parts + 0.01)
-
-    return min(range(max(least, 1), max(most, 1) + 1), key=cost)
 
 
 def num_stages(is_int8: bool) -> int:
@@ -105,18 +84,17 @@ def decode(
         ring += [plgpu.SMEM((stages, 2, block), jnp.float32), swizzled((block, head_dim), q_BNH.dtype)]
     own = [swizzled((rows, head_dim), q_BNH.dtype), swizzled((rows, block), q_BNH.dtype)]
     most_tokens = table_BP.shape[1] * page_size
-    parts = parts or num_parts(batch, kv_heads, min(most_tokens, window or most_tokens), is_int8, block)
+    slots = INT8_SLOTS if is_int8 else SLOTS
+    parts = parts or num_parts(batch * kv_heads, min(most_tokens, window or most_tokens), slots, block)
     q_BKRH = jnp.pad(q_BNH.reshape(batch, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, rows - group), (0, 0)))
     plan = _Plan(page_size, scale, window, soft_cap, parts, block, stages, is_int8)
-    has_many = WRITTEN_OUT < parts <= MOST_PARTS
-    room = MOST_PARTS if has_many else parts
     copies = (4 if is_int8 else 2) * (block // page_size)
     scales = (scales_ZCKS.reshape(num_pages, -1, page_size),) if is_int8 else ()
     sums, stats = plgpu.kernel(
         functools.partial(_body, plan),
         out_type=[
-            jax.ShapeDtypeStruct((batch, kv_heads, room, rows, head_dim), jnp.float32),
-            jax.ShapeDtypeStruct((batch, kv_heads, room, 2, rows), jnp.float32),
+            jax.ShapeDtypeStruct((batch, kv_heads, parts, rows, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((batch, kv_heads, room_of(parts), 2, rows), jnp.float32),
         ],
         scratch_types=[plgpu.Barrier(), plgpu.Barrier(num_arrivals=copies, num_barriers=stages), *own, *ring],
         grid=(kv_heads, parts, batch),
@@ -126,80 +104,7 @@ def decode(
         compiler_params=plgpu.CompilerParams(approx_math=soft_cap is None, unsafe_no_auto_barriers=True),
         **options,
     )(q_BKRH, pages_ZCKSH.reshape(num_pages, -1, page_size, head_dim), table_BP, lengths_B, *scales)
-    if has_many:
-        return _join_many(sums, stats, parts, group, q_BNH.dtype, **options)
-    out, lse = _join(sums, stats)
-
-    def merge(a):
-        return a[:, :, :group].reshape(batch, num_heads, *a.shape[3:])
-
-    return merge(out).astype(q_BNH.dtype), merge(lse)
-
-
-def _join(sums_BKpRH, stats_BKp2R):
-    """Combines the parts (p) of each sequence -> out [B, K, R, H], log-sum-exp [B, K, R]."""
-    most_BKpR = stats_BKp2R[:, :, :, 0]
-    total_BKpR = stats_BKp2R[:, :, :, 1]
-    most_BKR = _reduced(jnp.max, jnp.maximum, most_BKpR)
-    weight_BKpR = jnp.exp2(most_BKpR - most_BKR[:, :, None])
-    total_BKR = _reduced(jnp.sum, jnp.add, weight_BKpR * total_BKpR)
-    out_BKRH = _reduced(jnp.sum, jnp.add, weight_BKpR[..., None] * sums_BKpRH)
-    out_BKRH = jnp.where(total_BKR[..., None] > 0, out_BKRH / total_BKR[..., None], 0)
-    return out_BKRH, (most_BKR + jnp.log2(total_BKR)) / LOG2E
-
-
-def _reduced(reduction: Callable, operation: Callable, parts_BKpR: jax.Array) -> jax.Array:
-    """Over the parts. XLA makes a kernel of each reduction, and fuses what is written out, but compiling many parts in
-    each layer takes long."""
-    if parts_BKpR.shape[2] > WRITTEN_OUT:
-        return reduction(parts_BKpR, 2)
-    return functools.reduce(operation, [parts_BKpR[:, :, p] for p in range(parts_BKpR.shape[2])])
-
-
-def _join_many(sums_BKpRH, stats_BKp2R, parts: int, group: int, dtype: jnp.dtype, **options):
-    """The same in one kernel: XLA makes three. p is MOST_PARTS, of which the first `parts` exist -> out [B, N, H],
-    log-sum-exp [B, N]."""
-    batch, kv_heads, room, _, head_dim = sums_BKpRH.shape
-    narrow = room, 8
-    by_part = plgpu.Layout.WGMMA.reduce(1)
-
-    def body(sums_ref, stats_ref, out_ref, lse_ref):
-        row, head, sequence = (lax.axis_index(name) for name in ("row", "head", "sequence"))
-        query_head = head * group + row
-
-        def load(ref, layout):
-            return plgpu.load(ref, (), layout=layout, optimized=False)
-
-        def columns(a):
-            """[parts] -> the same in each of a few columns."""
-            return _wide(a, 0, narrow)
-
-        sums = load(sums_ref.at[sequence, head, :, row], plgpu.Layout.WGMMA)  # first, to wait for all at once
-        most, total = (load(stats_ref.at[sequence, head, :, i, row], by_part) for i in range(2))
-        exists = plgpu.broadcasted_iota(jnp.int32, narrow, 0, layout=plgpu.Layout.WGMMA) < parts
-        mosts = jnp.where(exists, columns(most), MASKED_SCORE)
-        peak = jnp.max(mosts, 0)
-        weights = jnp.where(exists, jnp.exp2(mosts - _wide(peak, 1, narrow)), 0.0)
-        totals = jnp.where(exists, weights * columns(total), 0.0)
-        weight = jnp.max(weights, 1)
-        wide = _wide(weight, 0, sums.shape)
-        out = jnp.sum(jnp.where(wide > 0, sums * wide, 0.0), 0)
-        total = jnp.sum(_wide(jnp.max(totals, 1), 0, sums.shape), 0)
-        out_ref[sequence, query_head] = jnp.where(total > 0, out / total, 0.0).astype(dtype)
-        lse_ref[sequence, query_head] = (peak + jnp.log2(jnp.sum(totals, 0))) / LOG2E
-
-    out_BNH, lse_BN8 = plgpu.kernel(
-        body,
-        out_type=[
-            jax.ShapeDtypeStruct((batch, kv_heads * group, head_dim), dtype),
-            jax.ShapeDtypeStruct((batch, kv_heads * group, narrow[1]), jnp.float32),
-        ],
-        grid=(group, kv_heads, batch),
-        grid_names=("row", "head", "sequence"),
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-        **options,
-    )(sums_BKpRH, stats_BKp2R)
-    return out_BNH, lse_BN8[..., 0]
+    return joined(sums, stats, group, q_BNH.dtype, **options)
 
 
 @dataclasses.dataclass(frozen=True)

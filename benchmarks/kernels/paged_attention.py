@@ -20,7 +20,8 @@ from benchmarks.command_line import run
 from benchmarks.kernels.timing import about, copy_bandwidth, output_of, seconds_of
 from benchmarks.records import save
 from megajax.ops.paged_attention import quantise, reference_paged_attention
-from pallas_kernels.paged_attention import decode, num_parts, num_stages
+from pallas_kernels.paged_attention import INT8_SLOTS, SLOTS, decode, num_stages
+from pallas_kernels.parts import num_parts
 
 NUM_HEADS = 32
 KV_HEADS = 8
@@ -100,12 +101,14 @@ def errors(results, case, lengths: list[int], **options) -> tuple[float, float]:
     """Errors of `decode` relative to the reference in float32: the largest of any sequence, and the log-sum-exp's."""
     reference = jax.jit(functools.partial(reference_paged_attention, **options))
     wanted, wanted_lse = map(np.asarray, reference(case[0].astype(jnp.float32), *case[1:]))
-    out = np.asarray(results[0], np.float64)
-    lse = np.asarray(results[1], np.float64)
     full = np.asarray(lengths) > 0
-    if out[~full].any() or not np.isneginf(lse[~full]).all():
+    if np.asarray(results[0], np.float32)[~full].any() or not np.isneginf(np.asarray(results[1])[~full]).all():
         raise AssertionError("a sequence without tokens gives 0 and a log-sum-exp of -inf")
-    out, lse, wanted, wanted_lse = (a[full] for a in (out, lse, wanted, wanted_lse))
+    return largest_errors(*(np.asarray(a, np.float64)[full] for a in (*results, wanted, wanted_lse)))
+
+
+def largest_errors(out, lse, wanted, wanted_lse) -> tuple[float, float]:
+    """Of any row, relative to its norm, and of the log-sum-exps."""
 
     def norm(a: np.ndarray) -> np.ndarray:
         return np.linalg.norm(a.reshape(len(a), -1), axis=-1)
@@ -143,7 +146,8 @@ def measure(setting: Setting, pages: jax.Array, scales: jax.Array | None) -> dic
 
     seconds = seconds_of(all_rounds, q, pages, tables, lengths, scales) / rounds
     num_bytes = 2 * setting.batch * TOKENS * KV_HEADS * (HEAD_DIM + 4 if setting.is_int8 else 2 * HEAD_DIM)
-    parts = setting.parts or num_parts(setting.batch, KV_HEADS, TOKENS, setting.is_int8, setting.block)
+    slots = INT8_SLOTS if setting.is_int8 else SLOTS
+    parts = setting.parts or num_parts(setting.batch * KV_HEADS, TOKENS, slots, setting.block)
     stages = setting.stages or num_stages(setting.is_int8)
     row = dataclasses.asdict(setting) | dict(parts=parts, stages=stages, microseconds=1e6 * seconds)
     return row | dict(gigabytes_per_second=num_bytes / seconds / 1e9)

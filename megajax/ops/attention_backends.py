@@ -43,10 +43,11 @@ class Inputs:
     head_dim: int
     value_dim: int
     dtype: jnp.dtype
-    keys: Literal["own", "other", "cache", "pages"] = "own"
-    """Those of the queries' sequence, of another one, with positions of their own, or in pages."""
+    keys: Literal["own", "other", "cache", "pages", "latents"] = "own"
+    """Those of the queries' sequence, of another one, with positions of their own, in pages, or in pages and the values
+    too."""
     page: tuple[int, jnp.dtype] | None = None
-    """Tokens of a page and their dtype, if a sequence has one query, which reads the pages themselves."""
+    """Tokens of a page and their dtype, if the queries read the pages themselves."""
     is_packed: bool = False
     is_split: bool = False
     """The results for parts of the keys are merged by their log-sum-exps."""
@@ -64,6 +65,8 @@ class Inputs:
     @property
     def what(self) -> str:
         """For the log."""
+        if self.keys == "latents":
+            return "latent attention in pages"
         if self.keys == "pages":
             return "prompts in pages" if self.page is None else "paged attention"
         return "attention"
@@ -120,6 +123,10 @@ class Backend:
         """Of inputs with `page`; q [B, N, H]. pages: PagedKeys (ops/paged_attention.py)."""
         raise NotImplementedError
 
+    def attend_to_latents(self, q, latents: Any) -> tuple[jax.Array, jax.Array]:
+        """As forward. latents: PagedLatents (ops/paged_attention.py)."""
+        raise NotImplementedError
+
 
 class Cudnn(Backend):
     name = "cudnn"
@@ -153,7 +160,7 @@ class Cudnn(Backend):
             "blocks of tokens": inputs.has_blocks,
             "deterministic": inputs.options.deterministic,  # with a bias jaxlib 0.11.2 raises an IndexError
             **_only_the_reference(inputs),
-            "keys in pages": inputs.keys == "pages",
+            "keys in pages": inputs.keys in ("pages", "latents"),
         }
 
     def forward(self, q, k, v, pairs):
@@ -205,6 +212,12 @@ class Pallas(Backend):
 
         return paged_attention
 
+    @property
+    def latent_kernel(self):
+        from pallas_kernels import latent_attention
+
+        return latent_attention
+
     def problem(self, inputs: Inputs) -> str:
         mask = inputs.options.mask
         # It takes the segments of the queries for those of the keys.
@@ -216,6 +229,10 @@ class Pallas(Backend):
         if inputs.page is None:
             return self.kernel.problem(self._dim(inputs.head_dim, inputs.value_dim), inputs.dtype)
         page_size, dtype = inputs.page
+        if inputs.keys == "latents":
+            if inputs.options.soft_cap is not None:
+                return "soft cap"
+            return self.latent_kernel.problem(inputs.head_dim, inputs.value_dim, page_size, inputs.dtype, dtype)
         shape = (inputs.heads, inputs.kv_heads, inputs.head_dim, page_size)
         return self.decoding_kernel.problem(*shape, inputs.dtype, dtype)
 
@@ -249,6 +266,11 @@ class Pallas(Backend):
         how = dict(scale=pages.options.scale, window=pages.options.mask.reach, soft_cap=pages.options.soft_cap)
         return _marked(self.decoding_kernel.decode(q, *pages.arrays, **how), q)
 
+    def attend_to_latents(self, q, latents):
+        arrays = (latents.pages, latents.table_BP, latents.lower_BT, latents.upper_BT)
+        how = dict(value_dim=latents.value_dim, scale=latents.options.scale)
+        return _marked(self.latent_kernel.attend(q, *arrays, **how), q)
+
 
 class Reference(Backend):
     """The plain formula, with all scores in memory; supports everything."""
@@ -266,6 +288,9 @@ class Reference(Backend):
 
     def decode(self, q, pages):
         return pages.reference(q)
+
+    def attend_to_latents(self, q, latents):
+        return latents.reference(q)
 
 
 BACKENDS: dict[str, Backend] = {one.name: one for one in (Cudnn(), Pallas(), TransformerEngine(), Reference())}
@@ -334,7 +359,7 @@ def choose(inputs: Inputs, requested: str = "auto") -> Backend:
 
 def _by_speed(inputs: Inputs) -> tuple[str, ...]:
     """Names of backends, by speed at the nearest measured length."""
-    if inputs.keys == "pages":
+    if inputs.keys in ("pages", "latents"):
         return "pallas", "reference"
     features = {
         "packed": inputs.is_packed,

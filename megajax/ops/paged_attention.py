@@ -25,17 +25,17 @@ def attend_to_pages(
     q_BTNH: jax.Array, pages_ZCKSH: jax.Array, table_BP: jax.Array, lower_BT: jax.Array | None, upper_BT: jax.Array,
     scales_ZCKS: jax.Array | None = None, *, scale: float, mask: Mask = CAUSAL,
     soft_cap: float | None = None, slopes: jax.Array | None = None, sinks: jax.Array | None = None,
-    ahead_BT: jax.Array | None = None, backend: BackendName = "auto"
+    ahead_BT: jax.Array | None = None, value_dim: int | None = None, backend: BackendName = "auto"
 ) -> jax.Array:  # fmt: skip
     """softmax(scale * q k^T) v over lower <= slot < upper of the pages of each row -> [B, T, N, H] in q's dtype.
 
     The key of a token itself is in slot upper - 1. The bounds of a row never decrease. A token with lower = upper
     attends to nothing: 0. lower: None: 0, one token per row (T is 1).
     ahead: int32, further slots after upper that a token attends to; those of a window count from itself.
-    mask: of which the window is read: the bounds are the rest. soft_cap, slopes, sinks, backend: as in
-    ops/attention.py.
+    mask: of which the window is read: the bounds are the rest. value_dim: if keys are the values too (C is 1), of which
+    entries; the results have as many. soft_cap, slopes, sinks, backend: as in ops/attention.py.
     """
-    if lower_BT is None and slopes is None:
+    if lower_BT is None and slopes is None and value_dim is None:
         given = dict(scale=scale, mask=mask, soft_cap=soft_cap, backend=backend)
         out_BNH, lse_BN = paged_attention(q_BTNH[:, 0], pages_ZCKSH, table_BP, upper_BT[:, 0], scales_ZCKS, **given)
         return with_sinks(out_BNH[:, None], lse_BN[:, :, None], sinks)[0]
@@ -46,11 +46,18 @@ def attend_to_pages(
         assert slopes is None, "slopes are of causal attention"
         upper_BT += ahead_BT
     options = Options(mask, scale, soft_cap)
-    chosen = choose(_inputs(options, q_BTNH.shape[1], q_BTNH, pages_ZCKSH, has_slopes=slopes is not None), backend)
+    page = None if value_dim is None else (pages_ZCKSH.shape[3], pages_ZCKSH.dtype)
+    given = dict(value_dim=value_dim, page=page, has_slopes=slopes is not None)
+    chosen = choose(_inputs(options, q_BTNH.shape[1], q_BTNH, pages_ZCKSH, **given), backend)
 
     def body(q, pages, table, lower, upper, scales, slopes, sinks):
-        k, v = (_contiguous(pages, scales, which, table, q.dtype) for which in (0, -1))
-        return with_sinks(*chosen.forward(q, k, v, _Intervals(options, lower, upper, slopes)), sinks)[0]
+        if value_dim is None:
+            k, v = (_contiguous(pages, scales, which, table, q.dtype) for which in (0, -1))
+            results = chosen.forward(q, k, v, _Intervals(options, lower, upper, slopes))
+        else:
+            latents = PagedLatents(pages, table, lower, upper, scales, slopes, options, value_dim)
+            results = chosen.attend_to_latents(q, latents)
+        return with_sinks(*results, sinks)[0]
 
     heads, query_heads = _head_specs(q_BTNH, pages_ZCKSH)
     tokens = P(None, None, query_heads, None)
@@ -60,10 +67,12 @@ def attend_to_pages(
     return manual(body, specs, tokens)(*arrays)
 
 
-def _inputs(options: Options, length: int, q: jax.Array, pages_ZCKSH: jax.Array, **others) -> Inputs:
+def _inputs(
+    options: Options, length: int, q: jax.Array, pages_ZCKSH: jax.Array, value_dim: int | None = None, **others
+) -> Inputs:  # fmt: skip
     heads, head_dim = q.shape[-2:]
-    shape = (length, heads, pages_ZCKSH.shape[2], head_dim, head_dim)
-    return Inputs(options, *shape, q.dtype, keys="pages", **others)
+    shape = (length, heads, pages_ZCKSH.shape[2], head_dim, value_dim or head_dim)
+    return Inputs(options, *shape, q.dtype, keys="pages" if value_dim is None else "latents", **others)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +89,25 @@ class _Intervals(Pairs):
     def reference(self, q, k, v) -> tuple[jax.Array, jax.Array]:
         how = (self.options.scale, self.options.soft_cap, self.slopes_N)
         return reference_bounded_attention(q, k, v, self.lower_BT, self.upper_BT, *how)
+
+
+@dataclasses.dataclass(frozen=True)
+class PagedLatents:
+    """Keys of one device that are the values too; arrays as in `attend_to_pages`."""
+
+    pages: jax.Array
+    table_BP: jax.Array
+    lower_BT: jax.Array
+    upper_BT: jax.Array
+    scales: jax.Array | None
+    slopes: jax.Array | None
+    options: Options
+    value_dim: int
+
+    def reference(self, q_BTNH: jax.Array) -> tuple[jax.Array, jax.Array]:
+        k = _contiguous(self.pages, self.scales, 0, self.table_BP, q_BTNH.dtype)
+        how = (self.options.scale, self.options.soft_cap, self.slopes)
+        return reference_bounded_attention(q_BTNH, k, k[..., : self.value_dim], self.lower_BT, self.upper_BT, *how)
 
 
 def _head_specs(q: jax.Array, pages_ZCKSH: jax.Array):

@@ -27,6 +27,7 @@ from megajax.ops.choice import log_choice
 from megajax.precision import PrecisionConfig
 from pallas_kernels import flash_attention
 from pallas_kernels import paged_attention as kernel
+from pallas_kernels.parts import num_parts
 
 SCALE = 8**-0.5
 
@@ -178,12 +179,10 @@ def test_kernel_says_why_it_refuses(heads, head_dim, page_size, dtypes, reason):
     assert kernel.problem(*heads, head_dim, page_size, *map(jnp.dtype, dtypes)) == reason
 
 
-@pytest.mark.parametrize(
-    "block, is_int8, slots", [(64, False, kernel.SLOTS), (128, False, kernel.SLOTS), (64, True, kernel.INT8_SLOTS)]
-)
+@pytest.mark.parametrize("block, slots", [(64, kernel.SLOTS), (128, kernel.SLOTS), (64, kernel.INT8_SLOTS)])
 @pytest.mark.parametrize("batch", [1, 2, 8, 32, 33, 40, 64, 300])
-def test_parts_fill_the_gpu(batch, block, is_int8, slots):
-    parts = kernel.num_parts(batch, 8, 4096, is_int8, block)
+def test_parts_fill_the_gpu(batch, block, slots):
+    parts = num_parts(batch * 8, 4096, slots, block)
     blocks = batch * 8 * parts
     full = blocks / (-(-blocks // slots) * slots) > 0.9
     assert full or (blocks < slots and 4096 / parts == 2 * block)
@@ -191,9 +190,9 @@ def test_parts_fill_the_gpu(batch, block, is_int8, slots):
 
 
 def test_short_sequences_are_not_split_and_long_ones_are():
-    assert kernel.num_parts(1, 8, 100) == kernel.num_parts(128, 8, 4096) == 1
-    assert kernel.num_parts(256, 8, 8192) == 1
-    assert kernel.num_parts(300, 8, 65536) >= 8  # one of them may be far longer than the others
+    assert num_parts(8, 100, kernel.SLOTS) == num_parts(128 * 8, 4096, kernel.SLOTS) == 1
+    assert num_parts(256 * 8, 8192, kernel.SLOTS) == 1
+    assert num_parts(300 * 8, 65536, kernel.SLOTS) >= 8  # one of them may be far longer than the others
 
 
 # ----------------------------------------------------------------------------- the kernel

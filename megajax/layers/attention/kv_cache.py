@@ -103,8 +103,9 @@ class PlacedPages(NamedTuple):
     ) -> tuple[jax.Array, PagedCache]:  # fmt: skip
         """-> (attention of the new tokens to all tokens of their sequence [B, T, N, H], the updated cache).
 
-        v: None if the keys are the values too. options: mask, scale, soft_cap, slopes, sinks and backend as in
-        ops/attention.py. method, deterministic: for training.
+        v: None if the keys are the values too, of which value_dim says how many entries; the results have as many.
+        options: that, and mask, scale, soft_cap, slopes, sinks and backend as in ops/attention.py. method,
+        deterministic: for training.
         """
         slots, _, _, table, lower, upper, ahead, singles = self.places
         new_BTCKH = k_BTKH[:, :, None] if v_BTKH is None else jnp.stack((k_BTKH, v_BTKH), 2)

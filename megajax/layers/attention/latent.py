@@ -210,6 +210,5 @@ class LatentAttention(nnx.Module):
 
         plain, turned = jnp.split(q_BTNH, (config.head_dim,), -1)
         q_BTNC = jnp.concatenate([per_head("btnh,rnh->btnr", plain, self.key_up), turned], -1)
-        mixed_BTNC, cache = cache.attend(q_BTNC, cached_BT1C, None, **options)
-        mixed_BTNR = mixed_BTNC[..., : config.kv_rank]
+        mixed_BTNR, cache = cache.attend(q_BTNC, cached_BT1C, None, value_dim=config.kv_rank, **options)
         return per_head("btnr,rnv->btnv", mixed_BTNR, self.value_up), cache
