@@ -152,6 +152,44 @@ def deepseek_v3() -> Config:
     )
 
 
+def moonlight_16b_a3b() -> Config:
+    """Moonlight-16B-A3B (Liu et al. 2025): layers like DeepSeek-V3's; 16.0 B parameters, 2.9 B active; sequence 8192.
+
+    Source: arXiv 2502.16982, appendix, and the released weights.
+    Hardware: 4 hosts of 8 H100, 8 experts of each layer per GPU, fsdp 4 between hosts. Not measured.
+    Command: srun python train.py --config=moonlight_16b_a3b
+    """
+    router = RouterConfig(
+        top_k=6, score="sigmoid", scale=2.446, bias_update_rate=1e-3, aux_loss=1e-3, aux_loss_scope="sequence"
+    )
+    return Config(
+        model=DecoderConfig(
+            num_layers=27,
+            pattern="de26",
+            embed_dim=2048,
+            num_heads=16,
+            head_dim=128,
+            mlp_dim=11264,
+            vocab_size=163840,
+            position="rope",
+            rope=RopeConfig(base=50_000.0, interleaved=True),
+            norm="rmsnorm",
+            norm_epsilon=1e-5,
+            activation="swiglu",
+            biases=(),
+            tied_embeddings=False,
+            latent=LatentConfig(kv_rank=512, norm_epsilon=1e-6),
+            moe=MoeConfig(num_experts=64, expert_dim=1408, shared_dim=2816, router=router),
+        ),
+        execution=ExecutionConfig(recompute="selective"),
+        mesh=MeshConfig(fsdp=4, expert=8),
+        task=Language(cross_document_attention=True),
+        data=DataConfig(source="mock", tokenizer="null:163840"),
+        optimizer=OptimizerConfig(name="muon", learning_rate=4.2e-4, min_learning_rate=4.2e-5, warmup_steps=2000),
+        training=TrainingConfig(steps=100_000, global_batch_size=2048, microbatch_size=1, sequence_length=8192),
+    )
+
+
 def deepseek_v3_3layers() -> Config:
     """DeepSeek-V3 cut for one GPU: 1 dense layer, 2 with experts, 1 of multi-token prediction; 2.9 B parameters.
 

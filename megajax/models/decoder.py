@@ -111,7 +111,7 @@ class DecoderConfig(DecoderFields, ModelConfig):
             q_rank=self.latent.q_rank,
             rope_dim=self.latent.rope_dim,
             value_dim=self.latent.value_dim or self.width_of_head,
-            norm=self.norm_config,
+            norm=dataclasses.replace(self.norm_config, epsilon=self.latent.norm_epsilon or self.norm_epsilon),
         )
 
     def _feed_forward(self, number: int, execution: ExecutionConfig) -> MlpConfig:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.fields.ranges import PositiveInt
+from megajax.fields.ranges import Epsilon, PositiveInt
 from megajax.layers.attention.multi_head import AttentionConfig, attend, attention_options, rotated
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Activation, Branch, Flops, Terms
@@ -47,6 +47,8 @@ class LatentConfig:
     """Width of the rotary part of a head, in addition to head_dim; its key is shared by all heads."""
     value_dim: PositiveInt | None = None
     """Head dim of the values; None = head_dim."""
+    norm_epsilon: Epsilon | None = None
+    """Of the norms of latents (DeepSeek-V3: 1e-6); None = model.norm_epsilon."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,10 @@ from megajax.weights.hugging_face.rope import ROPE, Rope
 
 
 class DeepseekOptions:
-    """Which layers have experts, the width of the shared experts, and YaRN's factor on the scores."""
+    """Which layers have experts, the width of the shared experts, YaRN's factor on the scores, and the epsilon of the
+    norms of latents, which is that of the class whatever rms_norm_eps is."""
 
+    LATENT_EPSILON = 1e-6
     keys = ("first_k_dense_replace", "n_shared_experts")
 
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,6 +38,7 @@ class DeepseekOptions:
             "experts": tuple(number >= num_dense for number in range(num_layers)) if num_dense else (),
             "moe.shared_dim": shared or None,
             "attention_multiplier": self._multiplier(theirs),
+            "latent.norm_epsilon": self.LATENT_EPSILON,
         }
 
     def write(self, ours: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,6 +47,9 @@ class DeepseekOptions:
         shared = ours["moe.shared_dim"] or 0
         if not width or shared % width:
             raise ValueError(f"model.moe.shared_dim={shared}, which is no multiple of model.moe.expert_dim={width}")
+        epsilon = ours["latent.norm_epsilon"] or ours["norm_epsilon"]
+        if epsilon != self.LATENT_EPSILON:
+            raise ValueError(f"an epsilon of {epsilon} of the norms of latents: set model.latent.norm_epsilon to 1e-6")
         scaling = {}
         factor = math.sqrt(ours["attention_multiplier"] * math.sqrt(self._width(ours)))
         is_yarn = ours["rope.scaling"] in ("yarn", "yarn_exact")
@@ -154,8 +160,7 @@ FAMILIES: tuple[Family, ...] = (
         RMS | {"moe.router.score": "sigmoid"},
         (
             *LLAMA,
-            # the class normalises latents with this epsilon, whatever the key says
-            Option("rms_norm_eps", "norm_epsilon", 1e-6, values={1e-6: 1e-6}),
+            RMS_EPSILON,
             ROPE,  # written again below, with its factor on the scores
             Option("rope_interleave", "rope.interleaved", True),
             Option("q_lora_rank", "latent.q_rank", 1536),

@@ -334,7 +334,6 @@ REFUSED = [
     ("Llama", "rope_type=dynamic: original_max_position_embeddings=16 is not supported", dict(
         rope_scaling=dict(type="dynamic", factor=2.0, original_max_position_embeddings=16))),
     ("Llama", "rope_theta=5.0, but 10000.0 is used", dict(rope_theta=5.0)),
-    ("DeepseekV3", "rms_norm_eps=1e-05 is not supported; supported are 1e-06", dict(rms_norm_eps=1e-5)),
     ("SmolLM3", "use_sliding_window=True is not supported without layer_types", dict(
         use_sliding_window=True, sliding_window=5, layer_types=None)),
     ("SmolLM3", "layer_types names sliding_attention, but use_sliding_window is not true", dict(

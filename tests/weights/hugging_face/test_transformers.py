@@ -115,6 +115,7 @@ CONFIGS = {
         "DeepseekV3Config",
         TINY | dict(
             num_key_value_heads=4, moe_intermediate_size=24, n_shared_experts=2, n_routed_experts=4, n_group=1,
+            rms_norm_eps=1e-3,
             topk_group=1, num_experts_per_tok=2, first_k_dense_replace=0, kv_lora_rank=16, q_lora_rank=None,
             qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, rope_interleave=False, num_nextn_predict_layers=0,
         ),
