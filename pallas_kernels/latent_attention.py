@@ -130,9 +130,9 @@ def attend(
         q_BTMC.reshape(batch, num_queries, key_dim), pages_ZCKSH.reshape(num_pages, page_size, key_dim), table_BP,
         lower_BT, upper_BT,
     )  # fmt: skip
-    stats = stats[..., :num_queries]
     if is_whole:
-        out_BRV, lse_BR = results[:, 0], (stats[:, 0, 0] + jnp.log2(stats[:, 0, 1])) / LOG2E
+        most_BR, total_BR = (stats[:, 0, i, :num_queries] for i in range(2))
+        out_BRV, lse_BR = results[:, 0], (most_BR + jnp.log2(total_BR)) / LOG2E
     else:
         out_BRV, lse_BR = joined(results[:, None], stats[:, None], num_queries, dtype, **options)
     out_BTMV = out_BRV.reshape(batch, length, heads, value_dim)

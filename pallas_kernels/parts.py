@@ -48,14 +48,14 @@ def joined(
     """-> (out [B, N, H] in dtype, natural log-sum-exp of the scores [B, N] float32; 0 and -inf of no tokens).
 
     sums: float32, of the values weighted by exp2(score - most); stats: float32, most and the sum of the weights;
-    scores are times log2 e; q: room_of(p). Of the R rows of a kv head the first `group` exist. options: of
-    plgpu.kernel.
+    scores are times log2 e; q: room_of(p). Of the R rows of a kv head, of which stats may have more than sums, the
+    first `group` exist. options: of plgpu.kernel.
     """
     batch, kv_heads, parts = sums_BKpRH.shape[:3]
     if WRITTEN_OUT < parts <= MOST_PARTS:
         out, lse = _join_many(sums_BKpRH, stats_BKq2R, group, dtype, **options)
     else:
-        out, lse = _join(sums_BKpRH, stats_BKq2R)
+        out, lse = _join(sums_BKpRH, stats_BKq2R[..., : sums_BKpRH.shape[3]])
 
     def merge(a):
         return a[:, :, :group].reshape(batch, kv_heads * group, *a.shape[3:])
