@@ -24,6 +24,7 @@ the last one that it sees. Refused: see `problem`.
 import collections
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,15 +68,16 @@ def _per_query(bounds_BT: jax.Array, heads: int, blocks: int) -> jax.Array:
     return jnp.pad(bounds_BR, ((0, 0), (0, blocks * BLOCK - bounds_BR.shape[1])), mode="edge")
 
 
+@functools.partial(jax.jit, static_argnames=("value_dim", "scale", "parts", "interpret"))  # traced once for all layers
 def attend(
     q_BTNC: jax.Array, pages_ZCKSH: jax.Array, table_BP: jax.Array, lower_BT: jax.Array, upper_BT: jax.Array, *,
-    value_dim: int, scale: float, parts: int | None = None, **options
+    value_dim: int, scale: float, parts: int | None = None, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """-> (out [B, T, N, V] in q's dtype, natural log-sum-exp of the scores [B, N, T] float32; 0 and -inf of no slots).
 
     table: int32, page of the slots 0..S-1, S..2S-1, ... of a row; any value for pages that are not read. lower, upper:
-    int32, 0 <= lower, upper <= P S; neither decreases along T. parts: None: as many as fill the GPU. options: of
-    plgpu.kernel.
+    int32, 0 <= lower, upper <= P S; neither decreases along T. parts: None: as many as fill the GPU. interpret:
+    plgpu.InterpretGPUParams, to run on CPU.
     """
     batch, length, num_heads, key_dim = q_BTNC.shape
     num_pages, _, _, page_size, _ = pages_ZCKSH.shape
@@ -125,7 +127,7 @@ def attend(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, unsafe_no_auto_barriers=True, reduction_scratch_bytes=0
         ),
-        **options,
+        interpret=interpret,
     )(
         q_BTMC.reshape(batch, num_queries, key_dim), pages_ZCKSH.reshape(num_pages, page_size, key_dim), table_BP,
         lower_BT, upper_BT,
@@ -134,7 +136,7 @@ def attend(
         most_BR, total_BR = (stats[:, 0, i, :num_queries] for i in range(2))
         out_BRV, lse_BR = results[:, 0], (most_BR + jnp.log2(total_BR)) / LOG2E
     else:
-        out_BRV, lse_BR = joined(results[:, None], stats[:, None], num_queries, dtype, **options)
+        out_BRV, lse_BR = joined(results[:, None], stats[:, None], num_queries, dtype, interpret=interpret)
     out_BTMV = out_BRV.reshape(batch, length, heads, value_dim)
     lse_BTM = lse_BR.reshape(batch, length, heads)
     return out_BTMV[:, :, :num_heads], lse_BTM[:, :, :num_heads].swapaxes(1, 2)

@@ -138,7 +138,10 @@ def _join_many(sums_BKpRH, stats_BKq2R, group: int, dtype: jnp.dtype, **options)
         scratch_types=[plgpu.SMEM((num_rows, MOST_PARTS), jnp.float32)],
         grid=(blocks, kv_heads, batch),
         grid_names=("block", "head", "sequence"),
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        # By lanes: with as many sums, inferring layouts takes 20 times as long as lowering.
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
         **options,
     )(sums_BKpRH.reshape(batch, kv_heads, parts, -1, WIDTH), stats_BKq2R)
     return out.reshape(batch, kv_heads, -1, head_dim), lse_BKR8[..., 0]

@@ -206,22 +206,24 @@ class Products:
             plgpu.copy_smem_to_gmem(piece, part(0, ROWS, w, at))
 
         def copy_some(piece, values, w, at):
-            for start in range(0, ROWS, ALIGNED):
+            def copy_eight(number, _):
+                start = pl.multiple_of(number * ALIGNED, ALIGNED)
 
                 @pl.when((start >= low) & (start + ALIGNED <= high))
-                def _(start=start):
+                def _():
                     eight = piece.at[pl.ds(start, ALIGNED)]
                     plgpu.copy_smem_to_gmem(eight, part(start, ALIGNED, w, at), commit_group=False)
 
+            lax.fori_loop(0, ROWS // ALIGNED, copy_eight, None)
             plgpu.commit_smem_to_gmem_group()
             pl.when(column + at < self.width)(lambda: self.store_edges(part(0, ROWS, w, at), values, low, high))
 
-        whole = (low <= 0) & (high >= ROWS)
-        lax.cond(
-            whole,
-            lambda: store(smem, wg, results, copy_all),
-            lambda: store(smem, wg, results, copy_some),
-        )
+        is_whole = (low <= 0) & (high >= ROWS)
+
+        def copy(*piece):
+            lax.cond(is_whole, lambda: copy_all(*piece), lambda: copy_some(*piece))
+
+        store(smem, wg, results, copy)
 
     def store_edges(self, target, values, low, high):
         if not self.interpret:
