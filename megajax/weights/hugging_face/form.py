@@ -173,12 +173,20 @@ class DecoderForm(Form[D]):
         moe = config.moe
         if moe.num_experts is not None and moe.expert_dim is None:
             moe = dataclasses.replace(moe, expert_dim=config.width_of_mlp)
+        latent = config.latent
+        if latent.kv_rank is not None:
+            latent = dataclasses.replace(
+                latent,
+                value_dim=latent.value_dim or config.width_of_head,
+                norm_epsilon=latent.norm_epsilon or config.norm_epsilon,
+            )
         return dataclasses.replace(
             config,
             num_kv_heads=config.kv_heads,
             head_dim=config.width_of_head,
             mlp_dim=config.width_of_mlp,
             attention_multiplier=config.attention_scale,
+            latent=latent,
             moe=moe,
         )
 

@@ -47,8 +47,7 @@ class DeepseekOptions:
         shared = ours["moe.shared_dim"] or 0
         if not width or shared % width:
             raise ValueError(f"model.moe.shared_dim={shared}, which is no multiple of model.moe.expert_dim={width}")
-        epsilon = ours["latent.norm_epsilon"] or ours["norm_epsilon"]
-        if epsilon != self.LATENT_EPSILON:
+        if (epsilon := ours["latent.norm_epsilon"]) != self.LATENT_EPSILON:
             raise ValueError(f"an epsilon of {epsilon} of the norms of latents: set model.latent.norm_epsilon to 1e-6")
         scaling = {}
         factor = math.sqrt(ours["attention_multiplier"] * math.sqrt(self._width(ours)))

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import configs
 from megajax.mesh.config import MeshConfig
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
@@ -363,3 +364,12 @@ def test_the_usual_factor_on_scores_is_written_as_a_number(name, key):
     if name == "Gemma2":
         with pytest.raises(ValueError, match="model.attention_multiplier=0.3, for which .* no whole number"):
             write_options(family, replaced(model, {"attention_multiplier": 0.3}))
+
+
+def test_sizes_of_latents_are_written_as_numbers():
+    config = configs.recipe("moonlight_16b_a3b").model
+    family = family_for(config)
+    assert write_options(family, config) | dict(rms_norm_eps=1e-5, v_head_dim=128) == write_options(family, config)
+    latent = dataclasses.replace(config.latent, norm_epsilon=None)
+    with pytest.raises(ValueError, match="set model.latent.norm_epsilon to 1e-6"):
+        write_options(family, dataclasses.replace(config, latent=latent))
