@@ -84,11 +84,16 @@ def random_prompts(
     return q, pages, table, lower, upper
 
 
+@functools.partial(jax.jit, static_argnames="value_dim")
+def reference(q, pages, table, lower, upper, value_dim: int = VALUE_DIM) -> tuple[jax.Array, jax.Array]:
+    """`attend` in float32."""
+    latents = PagedLatents(pages, table, lower, upper, None, None, Options(CAUSAL, SCALE), value_dim)
+    return latents.reference(q.astype(jnp.float32))
+
+
 def errors(results, case, value_dim: int = VALUE_DIM) -> tuple[float, float]:
-    """Errors of `attend` relative to the reference in float32: the largest of any token, and the log-sum-exp's."""
-    q, *arrays = case
-    reference = PagedLatents(*arrays, None, None, Options(CAUSAL, SCALE), value_dim).reference
-    wanted, wanted_lse = map(np.asarray, jax.jit(reference)(q.astype(jnp.float32)))
+    """Errors of `attend` relative to the reference: the largest of any token, and the log-sum-exp's."""
+    wanted, wanted_lse = map(np.asarray, reference(*case, value_dim=value_dim))
     out, lse = (np.asarray(a, np.float64) for a in results)
     sees = np.asarray(case[-1] > case[-2])
     if out[~sees].any() or not np.isneginf(lse.swapaxes(1, 2)[~sees]).all():

@@ -16,6 +16,7 @@ from megajax.inference.device.packing import num_words, unpacked
 from megajax.inference.device.programs import Rows
 from megajax.inference.device.weights import FORMATS, joined_layers
 from megajax.layers.attention.kv_cache import PoolSizes
+from megajax.layers.attention.latent import LatentConfig
 from megajax.layers.lora import AdapterChoice, LoraConfig, NamedAdapter
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.models.decoder import DecoderConfig
@@ -63,10 +64,11 @@ def is_one_graph(dump):
     outermost = [line for line in thunks if line[:1].isdigit()]
     return len(outermost) == 1 and "kCommandBuffer" in outermost[0]
 
-def check(mlp_dim, *names, transforms=()):
+def check(mlp_dim, *names, transforms=(), **attention):
+    attention = attention or dict(num_heads=32, num_kv_heads=8)
     model = Model(DecoderConfig(
-        num_layers=1, embed_dim=4096, num_heads=32, num_kv_heads=8, mlp_dim=mlp_dim, vocab_size=1024, position="rope",
-        norm="rmsnorm", activation="swiglu", biases=(), tied_embeddings=False,
+        num_layers=1, embed_dim=4096, mlp_dim=mlp_dim, vocab_size=1024, position="rope", norm="rmsnorm",
+        activation="swiglu", biases=(), tied_embeddings=False, **attention,
     ), adapters=transforms)
     vocab_size = model.config.vocab_size
     adapters = [name for transform in transforms for name in getattr(transform, "names", ())]
@@ -122,6 +124,7 @@ with jax.set_mesh(mesh):
     two = (NamedAdapter("one", 16, 2.0), NamedAdapter("two", 8, 2.0))
     check(14336, "one row", "32 rows", "mixed", transforms=(AdapterChoice(("*",), two),))
     check(14336, "one row", transforms=LoraConfig(rank=16).transforms)
+    check(14336, "one row", num_heads=32, head_dim=128, latent=LatentConfig(kv_rank=512))
 """
 
 
@@ -141,4 +144,5 @@ def test_a_call_copies_no_weight_and_no_page(compile_for_hopper):
         "32 rows: 1000 True True []",
         "mixed: 0 True True []",
         "one row: 0 True True []",
+        "one row: 1000 True True []",
     ]
