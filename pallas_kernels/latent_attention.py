@@ -32,7 +32,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.parts import LOG2E, MASKED_SCORE, joined, num_parts, room_of
+from pallas_kernels.parts import LOG2E, MASKED_SCORE, MOST_PARTS, joined, num_parts, room_of
 from pallas_kernels.shared_memory import swizzled
 
 BLOCK = 64
@@ -85,9 +85,9 @@ def attend(
     num_queries = length * heads
     blocks = -(-num_queries // BLOCK)
     if parts is None:
-        # Of several tokens it is not known how many slots they see.
-        most = table_BP.shape[1] * page_size
-        parts = num_parts(batch * blocks, most, SLOTS) if length == 1 else max(SLOTS // (batch * blocks), 1)
+        parts = min(max(SLOTS // (batch * blocks), 1), MOST_PARTS)  # it is not known how many slots tokens see
+        if length == 1:
+            parts = num_parts(batch * blocks, table_BP.shape[1] * page_size, SLOTS)
     per_bound = 1 if length > 1 and heads < BLOCK else heads
     if per_bound == 1:
         lower_BT, upper_BT = (_per_query(bounds_BT, heads, blocks) for bounds_BT in (lower_BT, upper_BT))
@@ -144,7 +144,7 @@ def attend(
 
 # Arrays that the kernel reads, and results and statistics, which it writes.
 _Global = collections.namedtuple("_Global", "q pages table lower upper results stats")
-# Shared memory and barriers of a block: types in `decode`, refs in the kernel.
+# Shared memory and barriers of a block: types in `attend`, refs in the kernel.
 _Shared = collections.namedtuple(
     "_Shared", "queries memory probs factor queries_ready keys_ready first_done probs_ready probs_free"
 )

@@ -44,8 +44,8 @@ class Inputs:
     value_dim: int
     dtype: jnp.dtype
     keys: Literal["own", "other", "cache", "pages", "latents"] = "own"
-    """Those of the queries' sequence, of another one, with positions of their own, in pages, or in pages and the values
-    too."""
+    """Those of the queries' sequence, of another one, with positions of their own, in pages, or in pages as latents,
+    which are the values too."""
     page: tuple[int, jnp.dtype] | None = None
     """Tokens of a page and their dtype, if the queries read the pages themselves."""
     is_packed: bool = False

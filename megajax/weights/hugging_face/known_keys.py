@@ -65,6 +65,7 @@ IGNORED = {
     "bert": {"tie_word_embeddings"},
     "roberta": {"tie_word_embeddings"},
     "bloom": {"offset_alibi", "n_inner"},
+    "deepseek_v2": {"head_dim", "qk_head_dim", "n_group", "topk_group"},
     "deepseek_v3": {"head_dim", "qk_head_dim"},
     "falcon": {"intermediate_size", "num_key_value_heads"},
     "gpt_neox": {"num_key_value_heads"},

@@ -1,5 +1,6 @@
 """The Hugging Face decoders with experts: tables of their options and tensors, as those of families.py."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -23,17 +24,21 @@ from megajax.weights.hugging_face.options import Choice, Option, Options
 from megajax.weights.hugging_face.rope import ROPE, Rope
 
 
+@dataclasses.dataclass(frozen=True)
 class DeepseekOptions:
     """Which layers have experts, the width of the shared experts, YaRN's factor on the scores, and the epsilon of the
     norms of latents, which is that of the class whatever rms_norm_eps is."""
 
+    num_dense: int
+    """Default of first_k_dense_replace; the next one of n_shared_experts."""
+    num_shared: int
     LATENT_EPSILON = 1e-6
     keys = ("first_k_dense_replace", "n_shared_experts")
 
     def read(self, theirs: Mapping[str, Any]) -> dict[str, Any]:
         num_layers = theirs["num_hidden_layers"]
-        num_dense = theirs.get("first_k_dense_replace", 3)
-        shared = (theirs.get("n_shared_experts", 1) or 0) * theirs["moe_intermediate_size"]
+        num_dense = theirs.get("first_k_dense_replace", self.num_dense)
+        shared = (theirs.get("n_shared_experts", self.num_shared) or 0) * theirs["moe_intermediate_size"]
         return {
             "experts": tuple(number >= num_dense for number in range(num_layers)) if num_dense else (),
             "moe.shared_dim": shared or None,
@@ -78,6 +83,15 @@ class DeepseekOptions:
 _TOP_K = Option("num_experts_per_tok", "moe.router.top_k")
 _NUM_EXPERTS = Option("num_experts", "moe.num_experts", also=("num_local_experts",))
 _NORMALISED = Option("norm_topk_prob", "moe.router.score", False, values={True: "softmax", False: "softmax_all"})
+_LATENTS: Options = (
+    RMS_EPSILON,
+    ROPE,  # written again by DeepseekOptions, with its factor on the scores
+    Option("q_lora_rank", "latent.q_rank", 1536),
+    Option("kv_lora_rank", "latent.kv_rank", 512),
+    Option("qk_nope_head_dim", "head_dim", 128),
+    Option("qk_rope_head_dim", "latent.rope_dim", 64),
+    Option("v_head_dim", "latent.value_dim", 128),
+)
 _EXPERTS_ONLY = Option("intermediate_size", ("moe.expert_dim", "mlp_dim"))
 _QWEN_EXPERTS: Options = (
     _TOP_K,
@@ -159,22 +173,36 @@ FAMILIES: tuple[Family, ...] = (
         RMS | {"moe.router.score": "sigmoid"},
         (
             *LLAMA,
-            RMS_EPSILON,
-            ROPE,  # written again below, with its factor on the scores
+            *_LATENTS,
             Option("rope_interleave", "rope.interleaved", True),
-            Option("q_lora_rank", "latent.q_rank", 1536),
-            Option("kv_lora_rank", "latent.kv_rank", 512),
-            Option("qk_nope_head_dim", "head_dim", 128),
-            Option("qk_rope_head_dim", "latent.rope_dim", 64),
-            Option("v_head_dim", "latent.value_dim", 128),
             Option("n_routed_experts", "moe.num_experts", 256, also=("num_local_experts",)),
             Option("moe_intermediate_size", "moe.expert_dim", 2048),
             SigmoidRouter(top_k=8, num_groups=8, top_groups=4),
             Option("routed_scaling_factor", "moe.router.scale", 2.5),
             Option("num_nextn_predict_layers", "mtp_layers", 1, also=("num_mtp_layers",)),
-            DeepseekOptions(),
+            DeepseekOptions(num_dense=3, num_shared=1),
             Choice("scoring_func", "sigmoid"),
             Choice("topk_method", "noaux_tc"),
+            Choice("attention_bias", False),
+            Choice("moe_layer_freq", 1),
+        ),
+        weights.DEEPSEEK_V3,
+    ),
+    Family(
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        RMS | {"moe.router.score": "softmax_all", "rope.interleaved": True},
+        (
+            *LLAMA,
+            *_LATENTS,
+            Option("n_routed_experts", "moe.num_experts", 64, also=("num_experts",)),
+            Option("moe_intermediate_size", "moe.expert_dim", 1407),
+            _TOP_K,
+            Option("routed_scaling_factor", "moe.router.scale", 1.0),
+            DeepseekOptions(num_dense=0, num_shared=2),
+            Choice("scoring_func", "softmax"),
+            Choice("topk_method", "greedy"),  # the other one scores a group of experts by its best one
+            Choice("norm_topk_prob", False),
             Choice("attention_bias", False),
             Choice("moe_layer_freq", 1),
         ),

@@ -270,9 +270,10 @@ OTHER_DEFAULTS = {"num_kv_heads", "head_dim", "max_positions", "init_std"}
 def test_keys_that_are_missing_have_the_defaults_of_transformers(family, transformers):
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    # With the default images of Gemma 3 there is no model.
+    # With the default images of Gemma 3, and the default choice of DeepSeek-V2's experts, there is no model.
     vision = dict(model_type="siglip_vision_model", image_size=896, patch_size=14)
-    sizes = dict(vision_config=vision) if family.model_type == "gemma3" else {}
+    needed = {"gemma3": dict(vision_config=vision), "deepseek_v2": dict(num_experts_per_tok=6)}
+    sizes = needed.get(family.model_type, {})
     defaults = json.loads(CONFIG_MAPPING[family.model_type](**sizes).to_json_string(use_diff=False))
     options = defaults | dict(architectures=[family.architecture])
     whole = dataclasses.asdict(read_options(family, options))
@@ -335,6 +336,7 @@ REFUSED = [
     ("Llama", "rope_type=dynamic: original_max_position_embeddings=16 is not supported", dict(
         rope_scaling=dict(type="dynamic", factor=2.0, original_max_position_embeddings=16))),
     ("Llama", "rope_theta=5.0, but 10000.0 is used", dict(rope_theta=5.0)),
+    ("DeepseekV2", "topk_method=group_limited_greedy is not supported", dict(topk_method="group_limited_greedy")),
     ("SmolLM3", "use_sliding_window=True is not supported without layer_types", dict(
         use_sliding_window=True, sliding_window=5, layer_types=None)),
     ("SmolLM3", "layer_types names sliding_attention, but use_sliding_window is not true", dict(

@@ -120,6 +120,15 @@ CONFIGS = {
             qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, rope_interleave=False, num_nextn_predict_layers=0,
         ),
     ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        TINY | dict(
+            num_key_value_heads=4, moe_intermediate_size=24, n_shared_experts=2, n_routed_experts=8, n_group=1,
+            topk_group=1, num_experts_per_tok=3, first_k_dense_replace=1, kv_lora_rank=16, q_lora_rank=None,
+            qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, routed_scaling_factor=2.0,
+            rope_parameters=YARN | dict(mscale=0.7, mscale_all_dim=0.7),
+        ),
+    ),
     "olmoe": ("OlmoeConfig", TINY | dict(num_experts=8, num_experts_per_tok=3)),
 }  # fmt: skip
 
