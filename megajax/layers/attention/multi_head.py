@@ -232,10 +232,7 @@ class Attention(nnx.Module):
         key: for config.dropout of the attention probabilities; None: no dropout.
         """
         config = self.config
-        q_BTNH, k_BTKH, v_BTKH = (checkpoint_name(y, "qkv") for y in self._project(x_BTD, has_gradient=cache is None))
-        if config.qk_norm is not None and not (cache is not None and self._norms_are_alike):
-            q_BTNH = self._normed(self.query_norm, q_BTNH)
-            k_BTKH = self._normed(self.key_norm, k_BTKH)
+        q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD, has_gradient=cache is None)
         q_BTNH = rotated(q_BTNH, config, inputs)
         k_BTKH = rotated(k_BTKH, config, inputs)
         options = attention_options(config, self.sinks[...] if config.sinks else None)
@@ -272,14 +269,15 @@ class Attention(nnx.Module):
         )
 
     def _project(self, x_BTD: jax.Array, *, has_gradient: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values, computed by one matmul: concatenated per key-value head, the dim that `tensor`
-        splits."""
+        """Queries, keys, both normalised, and values, computed by one matmul: concatenated per key-value head, the dim
+        that `tensor` splits."""
         config = self.config
         K = config.kv_heads
         H = config.head_dim
         heads = config.num_heads // K
         joined = side_by_side(x_BTD, *self.side_by_side, has_gradient=has_gradient)
-        if not has_gradient and self._norms_are_alike:
+        is_normed = not has_gradient and self._norms_are_alike
+        if is_normed:
             joined = self._normed_together(joined)
         q, k, v = jnp.split(joined, (heads, heads + 1), axis=3)
         q = self.query.add_bias(q.reshape(*x_BTD.shape[:2], config.num_heads, H))
@@ -288,6 +286,10 @@ class Attention(nnx.Module):
         q = constrain(q, "batch", "time", "heads", None)
         k = constrain(k, "batch", "time", "kv_heads", None)
         v = constrain(v, "batch", "time", "kv_heads", None)
+        q, k, v = (checkpoint_name(y, "qkv") for y in (q, k, v))
+        if config.qk_norm is not None and not is_normed:
+            q = self._normed(self.query_norm, q)
+            k = self._normed(self.key_norm, k)
         return q, k, v
 
 
