@@ -255,9 +255,9 @@ class _Part:
             plgpu.barrier_wait(smem.probs_ready)
             shrink = plgpu.load(smem.factor, (), layout=BY_ROW)
             sums = self.added(sums, shrink, smem.probs, slot, 1)
-            plgpu.barrier_arrive(smem.probs_free)
             self.copy(number + STAGES, next_pages, (1,))
             plgpu.barrier_wait(smem.first_done)
+            plgpu.barrier_arrive(smem.probs_free)  # not before: the first warpgroup could be done once more
             self.copy(number + STAGES, next_pages, (0,))
             return sums
 
