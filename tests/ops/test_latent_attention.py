@@ -1,4 +1,4 @@
-"""The kernel for latents in pages, interpreted, equals the reference whatever lies where nothing may be read."""
+"""The kernel for latents in pages, interpreted, equals the reference; in decoding what must not be read is NaN."""
 
 import functools
 from types import SimpleNamespace
