@@ -38,6 +38,7 @@ import pytest
 
 from megajax.mesh import compat
 from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.mesh.lowering import lowering
 from megajax.mesh.processes import cpu_cache_name, cpu_features
 from megajax.mesh.stored_programs import StoredPrograms
 from megajax.ops import matmul
@@ -45,6 +46,7 @@ from megajax.ops.attention_backends import BACKENDS
 
 gc.set_threshold(50_000, 20, 50)  # while the tests were imported, looking for cycles took 3 of 11 s
 StoredPrograms.enabled = False  # tests replace functions
+lowering.num_processes = 0
 matmul.MIN_JOINED_ROWS = 64  # so that small training batches take the path of large ones
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 

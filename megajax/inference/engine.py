@@ -6,6 +6,7 @@ The scheduler decides what a call of the device computes (inference/scheduling/s
 submits requests and calls `step` until there is no work.
 """
 
+import contextlib
 import functools
 import logging
 from collections import deque
@@ -46,6 +47,7 @@ from megajax.inference.scheduling.work import (
 from megajax.inference.tokens.sampling import Logprobs, Sampling
 from megajax.layers.lora import AdapterChoice
 from megajax.mesh.config import MeshConfig
+from megajax.mesh.lowering import lowering
 from megajax.models.model import Model
 from megajax.parallel.encode import num_parts
 
@@ -394,7 +396,9 @@ class Engine:
         if self.executor.asks_for_graphs:
             how += ", and XLA is asked to make those for decoding CUDA graphs"
         logger.info("compiling %d programs%s", sum(len(stage.compilations) for stage in [first, *rest]), how)
-        first.compile()
+        # Those of a CPU are small, and leave no processor idle.
+        with lowering.processes() if self.platform == "gpu" else contextlib.nullcontext():
+            first.compile()
         if found := sum(executor.stored.num_found for executor, _ in executors):
             logger.info("%d of them were compiled by an earlier start, whose log names their kernels", found)
         seconds, *_ = [executor.run_once(params, self.batches, first.shapes) for executor, params in executors]

@@ -5,12 +5,13 @@ import functools
 import importlib.util
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.api_util
 import jax.experimental.topologies
+import jax.export
 import jax.extend.core
 import jax.extend.random
 import jax.numpy as jnp
@@ -44,6 +45,20 @@ def without_writing_to_the_cache() -> contextlib.AbstractContextManager:
     from jax._src.config import persistent_cache_min_compile_time_secs
 
     return persistent_cache_min_compile_time_secs(math.inf)
+
+
+def exported(function: Callable, arguments: Sequence[jax.ShapeDtypeStruct]) -> bytes:
+    """A function of arrays as StableHLO, for the platform of the current mesh, which may have no devices."""
+    platform = "cuda" if mesh_platform() in ("gpu", "cuda") else mesh_platform()
+    check = jax.export.DisabledSafetyCheck.custom_call  # their form is that of this version of JAX
+    of_kernels = [check("mosaic_gpu_v2")]
+    found = jax.export.export(jax.jit(function), platforms=[platform], disabled_checks=of_kernels)(*arguments)
+    return bytes(found.serialize())
+
+
+def from_exported(found: bytes) -> Callable:
+    """The function of arrays of which `exported` made this, in a process with the same versions."""
+    return jax.export.deserialize(bytearray(found)).call
 
 
 def mesh_platform() -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+import pickle
 import secrets
 
 import jax
@@ -99,7 +100,9 @@ def test_nothing_is_stored(why, cache, make_test_mesh, monkeypatch, caplog):
     assert ("no lasting description" in caplog.text) == (why == "address")
 
 
-def test_every_recipe_has_a_lasting_description():
+def test_every_recipe_has_a_lasting_description_and_goes_to_other_processes():
     for name in configs.recipes():
         config = configs.recipe(name)
-        assert ADDRESS not in repr((config.model, config.precision, config.execution)), name
+        parts = (config.model, config.precision, config.execution)
+        assert ADDRESS not in repr(parts), name
+        assert pickle.loads(pickle.dumps(parts)) == parts, name

@@ -5,7 +5,6 @@ What they compute is in inference/device/programs.py.
 
 import functools
 import math
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -30,13 +29,12 @@ from megajax.inference.device.programs import (
 from megajax.inference.device.warm_up import Compilation
 from megajax.inference.tokens.sampling import Logprobs
 from megajax.layers.attention.kv_cache import PoolSizes
+from megajax.mesh.lowering import LOWERING, Unlowered, lowering
 from megajax.mesh.stored_programs import StoredPrograms
 from megajax.models.model import Model
 from megajax.ops.matmul import JOINED_MULTIPLE
 from megajax.quantization.weights import QuantizedWeight, is_quantized
 from megajax.training.compiler_options import accepted
-
-LOWERING = threading.Lock()  # two threads must not lower Pallas kernels at the same time (pallas_kernels/README.md)
 
 NVIDIA = "NVIDIA"  # in the names of its GPUs
 # XLA makes one product of those with the same input if their matrices together are smaller than this. Triton reads the
@@ -109,6 +107,29 @@ def _columns(model: Model, mesh: Mesh) -> set[int]:
         for leaf, record, sharding in zip(*leaves, strict=True)
         if record.role in ("matrix", "adapter")
     }
+
+
+def _decode(
+    model: Model, vocab_size: int, sizes: PoolSizes, max_steps: int, like: tuple, params: dict, caches: dict,
+    rows: Rows, words: jax.Array, mask: jax.Array
+) -> tuple[dict, Rows, Drawn]:  # fmt: skip
+    """As programs.decode. like: the shapes of the small arrays, which are packed in `words`."""
+    batch, chooser, num_steps = unpacked(words, like)
+    of = (model, vocab_size, sizes, max_steps)
+    return programs.decode(*of, params, caches, rows, batch, chooser._replace(mask_BW=mask), num_steps)
+
+
+def _prefill(
+    model: Model, vocab_size: int, sizes: PoolSizes, like: tuple, params: dict, caches: dict, rows: Rows,
+    words: jax.Array, mask: jax.Array, mask_beside: jax.Array | None, features: jax.Array | None
+) -> tuple[dict, Rows, tuple]:  # fmt: skip
+    """As programs.prefill."""
+    batch, chooser, beside, wants_prompt = unpacked(words, like)
+    if beside is not None:
+        beside = beside._replace(chooser=beside.chooser._replace(mask_BW=mask_beside))
+    arguments = (batch, chooser._replace(mask_BW=mask), beside, wants_prompt, features)
+    caches, rows, *results = programs.prefill(model, vocab_size, sizes, params, caches, rows, *arguments)
+    return caches, rows, tuple(results)
 
 
 class CallSeconds(NamedTuple):
@@ -217,24 +238,24 @@ class Executor:
     # NumPy arrays are arguments as they are: the call sends them to the devices in a fraction of the time that
     # device_put takes.
 
-    def _call(self, function: Callable, params: dict, host: tuple, on_device: tuple) -> tuple:
-        """function: `_decode` or `_prefill`. host: a tree of small arrays. on_device: arrays that may be there."""
-        program = self._program(function, params, host, on_device)
+    def _call(self, name: str, params: dict, host: tuple, on_device: tuple) -> tuple:
+        """name: decode or prefill. host: a tree of small arrays. on_device: arrays that may be there."""
+        program = self._program(name, params, host, on_device)
         return program(params, self.caches, self._rows, packed(host), *on_device)
 
     def _decode_arguments(
         self, params: dict, batch: HostDecodeBatch, chooser: HostChooser, num_steps: int
-    ) -> tuple[Callable, dict, tuple, tuple]:
+    ) -> tuple[str, dict, tuple, tuple]:
         host = (batch, chooser._replace(mask_BW=NO_MASK), np.int32(num_steps))
-        return self._decode, params, host, (self._mask(chooser),)
+        return "decode", params, host, (self._mask(chooser),)
 
     def _prefill_arguments(
         self, params: dict, batch: HostPrefillBatch, chooser: HostChooser, beside: HostBeside | None, wants_prompt: bool
-    ) -> tuple[Callable, dict, tuple, tuple]:
+    ) -> tuple[str, dict, tuple, tuple]:
         masks = (self._mask(chooser), beside and self._mask(beside.chooser))
         without = beside and beside._replace(chooser=beside.chooser._replace(mask_BW=NO_MASK))
         host = (batch, chooser._replace(mask_BW=NO_MASK), without, np.bool_(wants_prompt))
-        return self._prefill, params, host, (*masks, self._features)
+        return "prefill", params, host, (*masks, self._features)
 
     def _mask(self, chooser: HostChooser) -> jax.Array | np.ndarray:
         """One that allows everything is large, and goes to the device once."""
@@ -245,46 +266,27 @@ class Executor:
             self._no_masks[size] = jax.device_put(chooser.mask_BW, self._replicated)
         return self._no_masks[size]
 
-    def _decode(self, params: dict, caches: dict, rows: Rows, host: tuple, mask: jax.Array):
-        batch, chooser, num_steps = host
-        of = (self._model, self.vocab_size, self.sizes, self._max_steps)
-        return programs.decode(*of, params, caches, rows, batch, chooser._replace(mask_BW=mask), num_steps)
-
-    def _prefill(
-        self, params: dict, caches: dict, rows: Rows, host: tuple, mask: jax.Array, mask_beside: jax.Array | None,
-        features: jax.Array | None,
-    ):  # fmt: skip
-        batch, chooser, beside, wants_prompt = host
-        if beside is not None:
-            beside = beside._replace(chooser=beside.chooser._replace(mask_BW=mask_beside))
-        of = (self._model, self.vocab_size, self.sizes)
-        arguments = (batch, chooser._replace(mask_BW=mask), beside, wants_prompt, features)
-        caches, rows, *results = programs.prefill(*of, params, caches, rows, *arguments)
-        return caches, rows, tuple(results)
-
-    def _program(self, function: Callable, params: dict, host: tuple, on_device: tuple):
-        """The compiled program of `_decode` or `_prefill` for arrays of these shapes."""
-        key = (function, *(a.shape for a in jax.tree.leaves((host, on_device))))
+    def _program(self, name: str, params: dict, host: tuple, on_device: tuple):
+        """The compiled program `name` for arrays of these shapes."""
+        key = (name, *(a.shape for a in jax.tree.leaves((host, on_device))))
         if key not in self.compiled:
-            like = self._abstract(host)
+            like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), host)
             words = jax.ShapeDtypeStruct((num_words(like),), np.uint32, sharding=self._replicated)
-
-            @functools.wraps(function)
-            def call(params, caches, rows, words, *on_device):
-                return function(params, caches, rows, unpacked(words, like), *on_device)
-
-            shardings = (jax.tree.map(lambda a: a.sharding, self.caches), self._replicated, self._replicated)
-            jitted = jax.jit(call, donate_argnums=(1, 2), out_shardings=shardings)
-            if function == self._decode:
+            of = (self._model, self.vocab_size, self.sizes)
+            if name == "decode":
+                function = functools.partial(_decode, *of, self._max_steps, like)
                 options = decode_options(self._model, params, self.mesh, len(host[0].positions_B))
             else:
+                function = functools.partial(_prefill, *of, like)
                 options = prefill_options(params, self.mesh, len(host[0].tokens_T))
+            arguments = self._abstract((params, self.caches, self._rows, words, *on_device))
+            shardings = (jax.tree.map(lambda a: a.sharding, self.caches), self._replicated, self._replicated)
+            program = Unlowered(function, arguments, self.mesh, donated=(1, 2), out_shardings=shardings)
 
             def compiled():
-                lowered = self._lower(jitted, (params, self.caches, self._rows, words, *on_device))
-                return lowered.compile(compiler_options=options)
+                return lowering.lower(program).compile(compiler_options=options)
 
-            described = (function.__name__, self._abstract((params, like, on_device)), options)
+            described = (name, self._abstract((params, on_device)), like, options)
             self.compiled[key] = self.stored.get(described, compiled)
         return self.compiled[key]
 
@@ -292,7 +294,9 @@ class Executor:
         """The compiled program for arguments of these shapes; those of the first two follow from the others."""
         key = (function, *(a.shape for a in jax.tree.leaves(arguments[2:])))
         if key not in self.compiled:
-            self.compiled[key] = self._lower(function, arguments).compile()
+            with jax.set_mesh(self.mesh), LOWERING:
+                lowered = function.lower(*self._abstract(arguments))
+            self.compiled[key] = lowered.compile()
         return self.compiled[key]
 
     def _abstract(self, arguments: Any) -> Any:
@@ -301,10 +305,6 @@ class Executor:
             return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
         return jax.tree.map(abstract, arguments)
-
-    def _lower(self, function, arguments: tuple):
-        with jax.set_mesh(self.mesh), LOWERING:
-            return function.lower(*self._abstract(arguments))
 
     # ------------------------------------------------------------------ warm-up
 
@@ -318,11 +318,11 @@ class Executor:
         found: dict[tuple, Compilation] = {}
         # What takes longest comes first, so that the last ones are soon done: XLA tunes the products of few rows.
         for shape in shapes.decode:
-            function, *arguments = self._decode_arguments(params, *batches.empty_decode(*shape), 1)
-            found["decode", *shape] = functools.partial(self._program, function, *self._abstract(arguments))
+            name, *arguments = self._decode_arguments(params, *batches.empty_decode(*shape), 1)
+            found[name, *shape] = functools.partial(self._program, name, *self._abstract(arguments))
         for shape in reversed(shapes.prefill):
-            function, *arguments = self._prefill_arguments(params, *batches.empty_prefill(*shape), False)
-            found["prefill", *shape] = functools.partial(self._program, function, *self._abstract(arguments))
+            name, *arguments = self._prefill_arguments(params, *batches.empty_prefill(*shape), False)
+            found[name, *shape] = functools.partial(self._program, name, *self._abstract(arguments))
         for shape in self._image_shapes:
             images = self._abstract((params, self._features, *batches.empty_images(*shape)))
             found["images", *shape] = functools.partial(self._plain_program, self._encode_images, images)

@@ -3,6 +3,7 @@ do; and programs that an earlier start has compiled."""
 
 import dataclasses
 import logging
+import pickle
 import secrets
 
 import jax
@@ -21,6 +22,7 @@ from megajax.inference.device.executor import (
 )
 from megajax.inference.engine import Engine, ServingConfig
 from megajax.inference.tokens.sampling import Sampling
+from megajax.mesh.lowering import Job, Unlowered, lowering
 from megajax.mesh.stored_programs import StoredPrograms
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
@@ -30,6 +32,7 @@ from megajax.training.compiler_options import accepted
 CONFIG = DecoderConfig(num_layers=1, embed_dim=128, num_heads=4, head_dim=64, num_kv_heads=2, mlp_dim=256,
                        vocab_size=100, position="rope", activation="swiglu", biases=("norm",))  # fmt: skip
 
+SERVING = ServingConfig(max_rows=1, max_batch_tokens=16, num_pages=8)
 
 CUBLAS = {LARGEST_JOINED: "0", TRITON_PRODUCTS: "False"}
 TRITON = {LARGEST_JOINED: "0"}
@@ -85,6 +88,27 @@ def test_jaxlib_knows_the_options(make_test_mesh):
     assert accepted(options, make_test_mesh()) == options
 
 
+def test_programs_that_another_process_lowers_generate_the_same(make_test_mesh, monkeypatch):
+    mesh = make_test_mesh(tensor=2)
+    model = Model(CONFIG)
+    exported = []
+
+    def elsewhere(program: Unlowered) -> jax.stages.Lowered:
+        found = pickle.loads(pickle.dumps(Job.of(program))).export()
+        exported.append(len(found[0]))
+        return program.lower_exported(*found)
+
+    def generated() -> list[int]:
+        engine = Engine(model, model.init(0, mesh), mesh, None, serving=SERVING)
+        engine.warm_up()
+        return engine.generate_tokens([[1, 2, 3]], Sampling(max_tokens=4, seed=5))[0]
+
+    expected = generated()
+    monkeypatch.setattr(lowering, "lower", elsewhere)
+    assert generated() == expected
+    assert len(exported) == 3
+
+
 def test_a_second_engine_lowers_nothing_that_the_first_one_has_compiled(tmp_path, make_test_mesh, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     mesh = make_test_mesh(tensor=2)
@@ -97,7 +121,7 @@ def test_a_second_engine_lowers_nothing_that_the_first_one_has_compiled(tmp_path
     def generated() -> tuple[list[int], int]:
         """-> (tokens, calls whose programs need not be compiled)."""
         params = model.init(0, mesh)
-        engine = Engine(model, params, mesh, None, serving=ServingConfig(max_rows=1, max_batch_tokens=16, num_pages=8))
+        engine = Engine(model, params, mesh, None, serving=SERVING)
         engine.warm_up()
         engine.executor.stored.store()
         return engine.generate_tokens([[1, 2, 3]], Sampling(max_tokens=4, temperature=0.0))[
