@@ -163,6 +163,24 @@ def matmul_side_by_side(x: jax.Array, weights: Sequence[Weight], axis: int, *, h
     return matmul(x, jnp.concatenate(plain if are_levels else [w.astype(x.dtype) for w in plain], axis))
 
 
+def matmul_in_parts(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [..., K] bfloat16, w [K, N] float32 -> x w in float32, without a gradient.
+
+    A float32 number is the sum of three in bfloat16, so this is one product on tensor cores, of which each term is
+    exact, in place of one in float32, for which x would be converted.
+    """
+    parts = []
+    rest = w
+    for _ in range(3):
+        part = jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)  # XLA leaves out a cast there and back
+        parts.append(part.astype(jnp.bfloat16))
+        rest = rest - part
+    dims = ((x.ndim - 1,), (0,)), ((), ())
+    found = jax.lax.dot_general(x, jnp.concatenate(parts, 1), dims, preferred_element_type=jnp.float32)
+    high, middle, low = jnp.split(found, 3, -1)
+    return high + (middle + low)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _with_levels(x: jax.Array, levels: jax.Array, num_contracted: int) -> jax.Array:
     """The backward pass casts the levels again: a copy in x's dtype that lived until then would undo the saving."""

@@ -22,6 +22,19 @@ def test_result_has_the_dtype_of_x_and_weights_are_cast():
     assert matmul(normal(0, 2, 4, dtype=jnp.bfloat16), normal(1, 4, 3)).dtype == jnp.bfloat16
 
 
+def test_parts_are_as_exact_as_float32():
+    x, w = normal(0, 3, 40, 512, dtype=jnp.bfloat16), normal(1, 512, 24)
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
+    size = np.abs(np.asarray(x, np.float64)) @ np.abs(np.asarray(w, np.float64))
+
+    def error(function) -> float:
+        return np.max(np.abs(np.asarray(jax.jit(function)(x, w)) - exact) / size)
+
+    assert error(module.matmul_in_parts) < 2e-7
+    assert error(lambda x, w: matmul(x.astype(jnp.float32), w)) < 2e-7
+    assert error(lambda x, w: matmul(x, w)) > 1e-4  # what one part gives
+
+
 @pytest.mark.parametrize("min_rows", [1, 10**9], ids=["joined", "apart"])
 def test_side_by_side_equals_one_by_one(min_rows, monkeypatch):
     monkeypatch.setattr(module, "MIN_JOINED_ROWS", min_rows)

@@ -52,6 +52,9 @@ READS_PARTS = "xla_gpu_enable_dynamic_slice_fusion"
 # this takes long (up to 97 s for a product of 8,192 tokens), and cuBLAS is as fast. But matrices in 8 bits are better
 # read by the product than converted in memory before it, unless there are many tokens.
 TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
+# 0: XLA measures no kernels. Those of cuBLAS that it takes for prompts are as fast then, and measuring them needs the
+# GPU and memory for the products.
+TUNING = "xla_gpu_autotune_level"
 FEW_ROWS = 32
 MANY_TOKENS = 1024
 NO_MASK = np.zeros(0, np.uint32)  # in place of one that is sent apart
@@ -62,20 +65,23 @@ def decode_options(model: Model, params: dict, mesh: Mesh, num_rows: int) -> dic
     quantized = _quantized(params)
     is_even = not any(columns % JOINED_MULTIPLE for columns in _columns(model, mesh))
     joins = num_rows <= FEW_ROWS and is_even and not any(weight.is_in_4_bits for weight in quantized)
-    return _options(mesh, joins=joins, tunes=num_rows <= FEW_ROWS or _reads_levels(quantized))
+    return _options(mesh, joins=joins, has_triton=num_rows <= FEW_ROWS or _reads_levels(quantized), tunes=True)
 
 
 def prefill_options(params: dict, mesh: Mesh, num_tokens: int) -> dict[str, str]:
     """The compiler options of a program for prompts, for NVIDIA GPUs."""
-    return _options(mesh, joins=False, tunes=num_tokens < MANY_TOKENS and _reads_levels(_quantized(params)))
+    tunes = num_tokens < MANY_TOKENS and _reads_levels(_quantized(params))
+    return _options(mesh, joins=False, has_triton=tunes, tunes=tunes)
 
 
-def _options(mesh: Mesh, *, joins: bool, tunes: bool) -> dict[str, str]:
+def _options(mesh: Mesh, *, joins: bool, has_triton: bool, tunes: bool) -> dict[str, str]:
     if NVIDIA not in mesh.devices.flat[0].device_kind:
         return {}
     options = {LARGEST_JOINED: "1000" if joins else "0"}
-    if not tunes:
+    if not has_triton:
         options[TRITON_PRODUCTS] = "False"
+    if not tunes:
+        options[TUNING] = "0"
     if mesh.size == 1:
         options |= {IN_GRAPHS: WHOLE_LOOP, READS_PARTS: "False"}
     return accepted(options, mesh)

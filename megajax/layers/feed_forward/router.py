@@ -30,6 +30,7 @@ from megajax.layers.layer import Terms
 from megajax.layers.linear import GatheredLinear
 from megajax.mesh.current import manual
 from megajax.mesh.sharding import activation_spec, axes_of, constrain
+from megajax.ops.matmul import matmul_in_parts
 from megajax.ops.ranking import largest
 from megajax.parallel.context import ContextMethod, current_order
 from megajax.parameters import observe, variable
@@ -38,6 +39,7 @@ logger = logging.getLogger("megajax")
 
 EPSILON = 1e-20  # of sums of scores that are divided by
 SINKHORN_TOLERANCE = 1e-4
+MIN_IN_PARTS = 64  # tokens; with fewer, dividing the matrix takes longer than the product in float32
 LOAD_ROUNDING = 1e-6  # of the mean load of a batch
 
 
@@ -156,7 +158,7 @@ class Router(GatheredLinear):
     def __call__(self, x_BTD: jax.Array, *, generates: bool = False) -> tuple[Choice, Terms]:
         """generates: with a cache; a token's experts then do not depend on other tokens."""
         config = self.config
-        logits_BTE = constrain(super().__call__(x_BTD.astype(jnp.float32)), "batch", "time", None)
+        logits_BTE = constrain(self._logits(x_BTD, generates), "batch", "time", None)
         logits_BTE = checkpoint_name(logits_BTE, "routing")
         num_experts = logits_BTE.shape[-1]
         scores_BTE = _SCORES[config.score](logits_BTE)
@@ -173,6 +175,12 @@ class Router(GatheredLinear):
             terms.metrics["router_dropped"] = 1.0 - jnp.mean(kept_BTK.astype(jnp.float32))
             return Choice(experts_BTK, weights_BTK).dropped(~kept_BTK, num_experts), terms
         return Choice(experts_BTK, weights_BTK), terms
+
+    def _logits(self, x_BTD: jax.Array, generates: bool) -> jax.Array:
+        is_in_parts = generates and x_BTD.dtype == jnp.bfloat16 and math.prod(x_BTD.shape[:2]) >= MIN_IN_PARTS
+        if is_in_parts and self.weight[...].dtype == jnp.float32:
+            return matmul_in_parts(x_BTD, constrain(self.weight[...], None, None))
+        return super().__call__(x_BTD.astype(jnp.float32))
 
     def _experts(self, logits_BTE, scores_BTE, generates: bool) -> jax.Array:
         config = self.config

@@ -16,6 +16,7 @@ from megajax.inference.device.executor import (
     LARGEST_JOINED,
     READS_PARTS,
     TRITON_PRODUCTS,
+    TUNING,
     WHOLE_LOOP,
     decode_options,
     prefill_options,
@@ -35,6 +36,7 @@ CONFIG = DecoderConfig(num_layers=1, embed_dim=128, num_heads=4, head_dim=64, nu
 SERVING = ServingConfig(max_rows=1, max_batch_tokens=16, num_pages=8)
 
 CUBLAS = {LARGEST_JOINED: "0", TRITON_PRODUCTS: "False"}
+UNTUNED = CUBLAS | {TUNING: "0"}
 TRITON = {LARGEST_JOINED: "0"}
 GRAPH = {IN_GRAPHS: WHOLE_LOOP, READS_PARTS: "False"}
 
@@ -72,9 +74,9 @@ def test_few_rows_join_products_where_the_widths_of_a_device_allow_it_and_one_de
 
 @pytest.mark.parametrize(
     ("inputs", "num_tokens", "wanted"),
-    [(None, 64, CUBLAS), ("unchanged", 256, TRITON), ("unchanged", 4096, CUBLAS), ("dynamic", 64, CUBLAS)],
+    [(None, 64, UNTUNED), ("unchanged", 256, TRITON), ("unchanged", 4096, UNTUNED), ("dynamic", 64, UNTUNED)],
 )
-def test_prompts_are_one_graph_and_tune_triton_products_only_for_few_tokens_and_8_bits(
+def test_prompts_are_one_graph_and_tune_products_only_for_few_tokens_and_8_bits(
     inputs, num_tokens, wanted, make_test_mesh, monkeypatch
 ):
     mesh = make_test_mesh()
@@ -84,7 +86,7 @@ def test_prompts_are_one_graph_and_tune_triton_products_only_for_few_tokens_and_
 
 
 def test_jaxlib_knows_the_options(make_test_mesh):
-    options = {LARGEST_JOINED: "1000", TRITON_PRODUCTS: "False"} | GRAPH
+    options = {LARGEST_JOINED: "1000"} | UNTUNED | GRAPH
     assert accepted(options, make_test_mesh()) == options
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from megajax.layers.feed_forward.router import Router, RouterConfig, TowardsBalance, load, sinkhorn
+from megajax.layers.feed_forward.router import MIN_IN_PARTS, Router, RouterConfig, TowardsBalance, load, sinkhorn
 from megajax.parallel.context import sequence_order
 
 ORACLE = np.load(Path(__file__).parents[2] / "oracles" / "numbers.npz")
@@ -126,6 +126,15 @@ def test_generation_treats_each_token_by_itself(config):
     weights, _, terms = route(config, generates=True)
     np.testing.assert_allclose(weights[0], ORACLE["router/softmax_top2/probs"], rtol=2e-6)
     assert "router_dropped" not in terms.metrics
+
+
+@pytest.mark.parametrize("num_tokens", [MIN_IN_PARTS - 1, MIN_IN_PARTS])
+def test_generation_has_the_logits_of_training(num_tokens):
+    router = Router(RouterConfig(top_k=2), 256, 16, 0.2, "ring", rngs=nnx.Rngs(0))
+    x_BTD = jax.random.normal(jax.random.key(1), (1, num_tokens, 256), jnp.bfloat16)
+    choices = [jax.jit(lambda x, how=how: router(x, generates=how)[0])(x_BTD) for how in (False, True)]
+    np.testing.assert_array_equal(choices[0].experts_BTK, choices[1].experts_BTK)
+    np.testing.assert_allclose(choices[0].weights_BTK, choices[1].weights_BTK, rtol=1e-5)
 
 
 @pytest.mark.parametrize("drop", [pytest.param("probability", marks=pytest.mark.slow), "position"])
