@@ -13,8 +13,8 @@ from megajax.inference.device.batches import Shapes
 logger = logging.getLogger("megajax")
 
 # Each compiles a program. They wait for each other (for the kernels that XLA measures, and for locks in LLVM), so more
-# of them than processors are faster: Llama-3 8B was ready after 29 s with 24 threads, 40 s with 16, and 60 s with 8 (one
-# H100, 16 processors; with 8, programs for prompts were tuned as well).
+# of them than processors are faster: Llama-3 8B was ready after 29 s with 24 threads, 40 s with 16, and 60 s with 8
+# (one H100, 16 processors; with 8, programs for prompts were tuned as well).
 THREADS = max(8, min(2 * (os.cpu_count() or 1), 32))
 QUIET_SECONDS = 5.0  # between two lines in the log
 
