@@ -85,7 +85,7 @@ class Shapes(NamedTuple):
         table = -(-max_length // sizes.page_size)
         num_chunks = min(MAX_CHUNKS, sizes.num_rows)
         least = GPU_MIN_TOKENS if has_kernel else MIN_CHUNK
-        totals = sizes_between(least, max_batch_tokens, 4)
+        totals = sizes_between(least, max_batch_tokens, 2 if mixes else 4)
         beside = _beside(sizes.num_rows, totals) if mixes else {(tokens, 0) for tokens in totals}
         chunks = sorted({tokens for tokens, _ in beside})
 

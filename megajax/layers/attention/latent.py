@@ -207,10 +207,12 @@ class LatentAttention(nnx.Module):
         """-> (attention [B, T, N, V] computed from the latents, cache)."""
         config = self.config
 
-        def per_head(spec: str, a: jax.Array, matrix: Linear) -> jax.Array:
-            return jnp.einsum(spec, a, matrix.array().astype(a.dtype), precision=dot_precision(a.dtype))
-
         plain, turned = jnp.split(q_BTNH, (config.head_dim,), -1)
-        q_BTNC = jnp.concatenate([per_head("btnh,rnh->btnr", plain, self.key_up), turned], -1)
+        precision = dot_precision(plain.dtype)
+        # As an einsum, the product would have T as its last dim, and be transposed in memory.
+        key_up = jnp.transpose(self.key_up.array().astype(plain.dtype), (1, 2, 0))
+        absorbed_NBTR = jax.lax.dot_general(plain, key_up, (((3,), (1,)), ((2,), (0,))), precision=precision)
+        q_BTNC = jnp.concatenate([jnp.moveaxis(absorbed_NBTR, 0, 2), turned], -1)
         mixed_BTNR, cache = cache.attend(q_BTNC, cached_BT1C, None, value_dim=config.kv_rank, **options)
-        return per_head("btnr,rnv->btnv", mixed_BTNR, self.value_up), cache
+        value_up = self.value_up.array().astype(mixed_BTNR.dtype)
+        return jnp.einsum("btnr,rnv->btnv", mixed_BTNR, value_up, precision=precision), cache

@@ -33,7 +33,7 @@ def test_few_programs_serve_any_request_and_the_others_come_in_stages():
 @pytest.mark.parametrize(
     ("rows", "tokens", "few", "all_rows", "alone"),
     [
-        (256, 8192, [*range(192, 961, 128)], [256, 768, 3840, 7936], [256, 7936]),
+        (256, 8192, [*range(192, 961, 128)], [256, 768, 1792, 3840, 7936], [256, 7936]),
         (32, 1024, [], [*range(192, 961, 128)], [192, 960]),
         (128, 300, [192], [128, 172], [192]),
         (256, 64, [], [256], [256]),
