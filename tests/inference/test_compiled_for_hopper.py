@@ -1,5 +1,5 @@
 """The engine's programs as XLA compiles them for an H100, with the widths of Llama-3 8B: they copy neither weights nor
-pages, convert no quantised weights in memory, and decode in one CUDA graph."""
+pages, convert no quantised weights in memory, and decode in one CUDA graph, when another process has lowered them."""
 
 import pytest
 
@@ -19,6 +19,7 @@ from megajax.layers.attention.kv_cache import PoolSizes
 from megajax.layers.attention.latent import LatentConfig
 from megajax.layers.lora import AdapterChoice, LoraConfig, NamedAdapter
 from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.mesh.lowering import Job, Unlowered
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.quantization.weights import QuantizedWeight
@@ -104,9 +105,9 @@ def check(mlp_dim, *names, transforms=(), **attention):
         def call(weights, caches, rows, words):
             return function(weights, caches, rows, *unpacked(words, given))
         words = jax.ShapeDtypeStruct((num_words(given),), jnp.uint32, sharding=replicated)
-        compiled = jax.jit(call, donate_argnums=(1, 2)).lower(weights, caches, rows, words).compile(
-            compiler_options=options | {"xla_dump_to": dump}
-        )
+        source = Unlowered(call, (weights, caches, rows, words), mesh, donated=(1, 2), out_shardings=None)
+        lowered = source.lower_exported(*Job.of(source).export())  # as of another process
+        compiled = lowered.compile(compiler_options=options | {"xla_dump_to": dump})
         program = Program(compiled.as_text())
         # A kernel that sorts many rows, which this compiler does not have, could not be in a graph.
         in_graph = is_one_graph(dump) and " sort(" not in compiled.as_text()
