@@ -290,7 +290,7 @@ class Executor:
             program = Unlowered(function, arguments, self.mesh, donated=(1, 2), out_shardings=shardings)
 
             def compiled():
-                return lowering.lower(program).compile(compiler_options=options)
+                return lowering.lower(program).compile(compiler_options={**options})
 
             described = (name, self._abstract((params, on_device)), like, options)
             self.compiled[key] = self.stored.get(described, compiled)

@@ -203,7 +203,7 @@ class Experts(nnx.Module):
         if y_BTD is None:
             y_BTD = self._routed(x_BTD, choice, terms, buffer)
         if self.config.shared is not None:
-            y_BTD += self._shared(x_BTD)
+            y_BTD += self._shared(x_BTD, cache)
         return y_BTD, cache, terms
 
     def _few(self, x_BTD: jax.Array, choice: Choice) -> jax.Array | None:
@@ -238,8 +238,8 @@ class Experts(nnx.Module):
     def _wide(self) -> tuple[GroupedLinear, ...]:
         return (self.gate, self.up) if self.config.activation in GATED else (self.up,)
 
-    def _shared(self, x_BTD: jax.Array) -> jax.Array:
-        y_BTD, _, _ = self.shared(x_BTD)
+    def _shared(self, x_BTD: jax.Array, cache: Any) -> jax.Array:
+        y_BTD, _, _ = self.shared(x_BTD, cache=cache)
         if self.config.shared_gate:
             gate_BT1 = jax.nn.sigmoid(self.shared_gate(x_BTD.astype(jnp.float32)))
             y_BTD = (y_BTD.astype(jnp.float32) * gate_BT1).astype(y_BTD.dtype)
