@@ -6,7 +6,6 @@ device: what a function does on a GPU follows from the kind of device in the mes
 """
 
 import contextlib
-import functools
 import logging
 import os
 import pickle
@@ -21,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from megajax.mesh import compat
 
@@ -74,7 +73,8 @@ class Job(NamedTuple):
         mesh = program.mesh.abstract_mesh
 
         def without_devices(a):
-            return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, a.sharding.spec))
+            spec = a.sharding.spec if isinstance(a.sharding, NamedSharding) else PartitionSpec()
+            return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
 
         return Job(program.function, jax.tree.map(without_devices, program.arguments), mesh)
 
@@ -101,10 +101,22 @@ class _Answer(NamedTuple):
     """Level and message."""
 
 
+class _Collected(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.found: list[tuple[int, str]] = []
+        """Level and message."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append((record.levelno, record.getMessage()))
+
+
 class _Process:
     """Another process, once it answers."""
 
-    def __init__(self):
+    def __init__(self, logged: _Collected):
+        """logged: what this process has logged, and so does not log again."""
+        self._logged = logged
         self._connection, theirs = Pipe()
         environment = os.environ | {
             "JAX_PLATFORMS": "cpu",
@@ -123,7 +135,8 @@ class _Process:
         self._connection.send(Job.of(program))
         answer = self._connection.recv()
         for level, message in answer.logged:
-            _log_once(level, message)
+            if (level, message) not in self._logged.found:
+                logger.log(level, message)
         if answer.found is None:
             raise RuntimeError(answer.error)
         return program.lower_exported(*answer.found)
@@ -161,21 +174,6 @@ def _use(settings: dict[str, Any]) -> None:
             jax.config.update(name, value)
 
 
-@functools.cache
-def _log_once(level: int, message: str) -> None:
-    logger.log(level, message)
-
-
-class _Collected(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.found: list[tuple[int, str]] = []
-        """Level and message."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.found.append((record.levelno, record.getMessage()))
-
-
 class Lowering:
     """Lowers programs, in this process and perhaps in others beside it. Any thread may call the methods."""
 
@@ -185,6 +183,7 @@ class Lowering:
         self._here = Unlowered.lower
         self._free: queue.SimpleQueue[Callable[[Unlowered], jax.stages.Lowered]] = queue.SimpleQueue()
         self._free.put(self._here)
+        self._logged = _Collected()
         self._lock = threading.Lock()
         self._num_users = 0
         self._num_missing = 0
@@ -219,6 +218,7 @@ class Lowering:
             self._num_users += 1
             if self._num_users == 1:
                 self._num_missing = self.num_processes
+                logger.addHandler(self._logged)
         try:
             yield
         finally:
@@ -226,11 +226,12 @@ class Lowering:
                 self._num_users -= 1
                 if not self._num_users:
                     self._num_missing = 0
+                    logger.removeHandler(self._logged)
                     self._end()
 
     def _start(self) -> None:
         try:
-            process = _Process()
+            process = _Process(self._logged)
         except (OSError, EOFError) as error:
             logger.warning("programs are lowered without another process, as none has started: %r", error)
             return
@@ -253,6 +254,6 @@ class Lowering:
         self._processes = []
 
 
-# A process takes 3 s to start and 0.7 GB of host memory, and lowers as many programs as this one.
+# A process takes 1.5 s to start and 0.7 GB of host memory, and lowers as many programs as this one.
 lowering = Lowering(num_processes=min((os.cpu_count() or 1) // 3, 6))
 """Of this process: engines that start at the same time share its other processes."""

@@ -1,6 +1,6 @@
 """How the processes of a run find each other, virtual devices, and the cache of compiled programs.
 
-With allocators.py the only file that reads environment variables.
+With allocators.py the only file that decides by environment variables.
 """
 
 import hashlib
