@@ -42,12 +42,11 @@ def row_tiles(sizes_E: jax.Array, num_rows: int) -> jax.Array:
     """
     tile = 2 * ROWS
     num_groups = sizes_E.shape[0] + 1
-    rest = num_rows - jnp.sum(sizes_E, dtype=jnp.int32)
-    sizes = jnp.append(sizes_E, rest).astype(jnp.int32)
-    ends = _running_sums(sizes)
-    begins = ends - sizes
+    ends_E = _running_sums(sizes_E.astype(jnp.int32))
+    ends = jnp.append(ends_E, num_rows)
+    begins = jnp.concatenate([jnp.zeros(1, jnp.int32), ends_E])
     aligned = begins // ALIGNED * ALIGNED
-    tiles = jnp.where(sizes > 0, -((aligned - ends) // tile), 0)
+    tiles = jnp.where(ends > begins, -((aligned - ends) // tile), 0)
     after = _running_sums(tiles)
     number = jnp.arange(num_rows // tile + 2 * num_groups, dtype=jnp.int32)
     group = jnp.sum(number[:, None] >= after, 1, dtype=jnp.int32)
