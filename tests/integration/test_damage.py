@@ -159,7 +159,8 @@ def test_with_a_damaged_file_in_a_step_it_is_used_as_it_was_or_the_one_before_is
         caplog.clear()
         refusal = []
         if "optimizer" not in file.parts:
-            with refused_by_name(str(folder)) as refusal:
+            # By its folder, or by what was read from it: where a flipped byte hits numbers, reading it succeeds.
+            with refused_by_name(str(folder), f"{here.config.run_dir}, step 6") as refusal:
                 assert same(here.serve(), saved.served[6]), file
         step, state = here.restore()
         assert step in (3, 6) and same(state, saved.trained[step]), file
