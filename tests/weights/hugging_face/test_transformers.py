@@ -229,6 +229,9 @@ def options(transformers, folder: Path) -> dict:
     known = type(transformers.AutoConfig.from_pretrained(folder))().to_dict()
     for name in {*found} - {*known} | {"_name_or_path", "dtype", "transformers_version"}:
         found.pop(name, None)
+    if found.get("topk_method") == "greedy":  # experts in no groups
+        for name in ("n_group", "topk_group"):
+            found.pop(name)
     if "n_inner" in found:
         found["n_inner"] = found["n_inner"] or 4 * found["n_embd"]
     for name in ("mscale", "mscale_all_dim", "attention_factor", "original_max_position_embeddings"):
