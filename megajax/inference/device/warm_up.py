@@ -14,7 +14,7 @@ logger = logging.getLogger("megajax")
 
 # Each compiles a program. They wait for each other (for the kernels that XLA measures, and for locks in LLVM), so more
 # of them than processors are faster: Llama-3 8B was ready after 29 s with 24 threads, 40 s with 16, and 60 s with 8
-# (one H100, 16 processors; with 8, programs for prompts were tuned as well).
+# (one H100, 16 processors; 24 and 16 measured kernels only for up to 32 rows, 8 for all).
 THREADS = max(8, min(2 * (os.cpu_count() or 1), 32))
 QUIET_SECONDS = 5.0  # between two lines in the log
 

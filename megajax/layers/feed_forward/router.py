@@ -39,7 +39,7 @@ logger = logging.getLogger("megajax")
 
 EPSILON = 1e-20  # of sums of scores that are divided by
 SINKHORN_TOLERANCE = 1e-4
-MIN_IN_PARTS = 64  # tokens; with fewer, dividing the matrix takes longer than the product in float32
+MIN_IN_PARTS = 64  # tokens; for fewer, dividing the matrix would read and write more than the product reads
 LOAD_ROUNDING = 1e-6  # of the mean load of a batch
 
 
@@ -179,7 +179,7 @@ class Router(GatheredLinear):
     def _logits(self, x_BTD: jax.Array, generates: bool) -> jax.Array:
         is_in_parts = generates and x_BTD.dtype == jnp.bfloat16 and math.prod(x_BTD.shape[:2]) >= MIN_IN_PARTS
         if is_in_parts and self.weight[...].dtype == jnp.float32:
-            return matmul_in_parts(x_BTD, constrain(self.weight[...], None, None))
+            return self.add_bias(matmul_in_parts(x_BTD, constrain(self.weight[...], None, None)))
         return super().__call__(x_BTD.astype(jnp.float32))
 
     def _experts(self, logits_BTE, scores_BTE, generates: bool) -> jax.Array:
