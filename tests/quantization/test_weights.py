@@ -41,6 +41,15 @@ def test_products_equal_the_formula(format):
     np.testing.assert_allclose(matmul(x_BNH, weight, 2), x @ w, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("rows", "same_as"), [(32, "unchanged"), (33, "dynamic")])
+def test_inputs_are_rounded_in_products_of_many_rows(rows, same_as):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((rows, 16)), jnp.bfloat16)
+    matrix = jnp.asarray(rng.standard_normal((16, 8)), jnp.bfloat16)
+    by_rows, other = (QuantizedWeight.of(matrix, 1, WeightFormat("float8", name)) for name in ("by_rows", same_as))
+    np.testing.assert_array_equal(matmul(x, by_rows), matmul(x, other))
+
+
 def in_groups(rng, inputs, outputs, num_groups, has_zero):
     """-> (QuantizedWeight in 4 bits, float64 [K, N])."""
     num_inputs, num_outputs = math.prod(inputs), math.prod(outputs)
@@ -115,7 +124,8 @@ from megajax.planning.plan import devices_without_gpu, plan_device
 mesh = Mesh(np.array(devices_without_gpu(1, plan_device("h100"))), ("data",))
 def array(shape, dtype):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
-for dtype, inputs in (("int8", "unchanged"), ("float8", "unchanged"), ("float8", "dynamic"), ("int8", "dynamic")):
+formats = [(dtype, inputs) for inputs in ("unchanged", "dynamic") for dtype in ("int8", "float8")] + [("float8", "by_rows")]
+for dtype, inputs in formats:
     for rows in (1, 16, 4096):
         matrix = array((4096, 4096), jnp.bfloat16)
         weight = jax.eval_shape(lambda w: QuantizedWeight.of(w, 1, WeightFormat(dtype, inputs)), matrix)
@@ -132,4 +142,4 @@ for dtype, inputs in (("int8", "unchanged"), ("float8", "unchanged"), ("float8",
 
 @pytest.mark.cuda_wheels
 def test_no_copy_of_a_matrix_is_made_on_hopper(compile_for_hopper):
-    assert compile_for_hopper(PROGRAM) == ["True"] * 12
+    assert compile_for_hopper(PROGRAM) == ["True"] * 15

@@ -41,7 +41,7 @@ logger = logging.getLogger("megajax")
 READERS = 8  # threads; each holds an array of a layer on the host
 LOG_SECONDS = 10.0  # between lines that say how much is loaded
 
-FORMATS = {"int8": WeightFormat("int8", "unchanged"), "float8": WeightFormat("float8", "unchanged")}
+FORMATS = {"int8": WeightFormat("int8", "unchanged"), "float8": WeightFormat("float8", "by_rows")}
 
 
 def serving_weights(model: Model, params: dict, weights: WeightDtype, mesh: Mesh) -> dict:
