@@ -294,6 +294,8 @@ def main(arguments: list[str]) -> int:
             f"--requests={options.requests}",
             f"--rate={_listed(options.rate)}",
         ]
+        given += ["--quantization=fp8"] * (options.serving.weight_dtype == "float8")
+        given += ["--kv_cache_dtype=fp8"] * (options.serving.page_dtype != "compute")
         record.run("vllm", functools.partial(peer, "vllm", ("vllm",), options, [*given, *overrides]))
     engines: list[Engine] = []
 

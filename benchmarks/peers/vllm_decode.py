@@ -1,6 +1,7 @@
 """vLLM as the peer of the engine on one GPU: the recipe's model with random weights, in bf16, greedy.
 
     python -m benchmarks.peers.vllm_decode --config=llama3_8b [--batch=1,32,128] [--requests=256] [--rate=8,20,32]
+        [--quantization=fp8] [--kv_cache_dtype=fp8]
 
 Prints a line of JSON when it is ready, for each batch (1,024 prompt and 256 new tokens), and for the requests of
 benchmarks/requests.py: all at once, and as they arrive.
@@ -30,8 +31,8 @@ SETTINGS = {
 
 
 class Peer:
-    def __init__(self, config):
-        """config: of the model."""
+    def __init__(self, config, **options: str):
+        """config: of the model. options: of vLLM."""
         os.environ |= SETTINGS
         from vllm import LLM
 
@@ -47,6 +48,7 @@ class Peer:
                 max_model_len=MAX_LENGTH,
                 max_num_seqs=256,
                 kernel_config={"enable_flashinfer_autotune": False},
+                **options,
             )
         self.engine = self.llm.llm_engine
         self.vocab_size = config.vocab_size
@@ -101,14 +103,17 @@ class Peer:
 
 
 def main(arguments: list[str]) -> None:
-    values, overrides = split(arguments, {"config": "", "batch": "1,32,128", "requests": "256", "rate": "8,20,32"})
+    formats = {"quantization": "", "kv_cache_dtype": "auto"}
+    values, overrides = split(
+        arguments, {"config": "", "batch": "1,32,128", "requests": "256", "rate": "8,20,32"} | formats
+    )
     config = read_config(values["config"], overrides)
 
     def show(result: dict) -> None:
         print(json.dumps({"peer": "vllm"} | result), flush=True)
 
     start = time.perf_counter()
-    peer = Peer(config.model)
+    peer = Peer(config.model, **{name: values[name] for name in formats if values[name]})
     show({"ready_seconds": time.perf_counter() - start})
     for batch_size in filter(None, values["batch"].split(",")):
         show(peer.decoding(int(batch_size)))
