@@ -31,8 +31,8 @@ SETTINGS = {
 
 
 class Peer:
-    def __init__(self, config, **options: str):
-        """config: of the model. options: of vLLM."""
+    def __init__(self, config, **given: str):
+        """config: of the model. given: options of vLLM."""
         os.environ |= SETTINGS
         from vllm import LLM
 
@@ -48,7 +48,7 @@ class Peer:
                 max_model_len=MAX_LENGTH,
                 max_num_seqs=256,
                 kernel_config={"enable_flashinfer_autotune": False},
-                **options,
+                **given,
             )
         self.engine = self.llm.llm_engine
         self.vocab_size = config.vocab_size
