@@ -91,7 +91,10 @@ def check(mlp_dim, *names, transforms=(), **attention):
     calls = {"one row": (matrices, decode, one_row, 2 * MiB), "prompt": (matrices, prefill, prompt, 64 * MiB),
              "mixed": (matrices, prefill, mixed, 64 * MiB), "32 rows": (matrices, decode, many_rows, 8 * MiB)}
     for name, format in FORMATS.items():
-        calls[name] = (joined(model, quantized(model, params, format)), decode, one_row, 2 * MiB)
+        levels = joined(model, quantized(model, params, format))
+        calls[name] = (levels, decode, one_row, 2 * MiB)
+        if format.inputs == "by_rows":
+            calls[f"{name}, prompt"] = (levels, prefill, prompt, 64 * MiB)
     # The parts of a product in 4 bits have up to 1.75 MiB; the smallest copy of a matrix would have 32.
     for name, given, large in (("int4", one_row, 4 * MiB), ("int4, 8 rows", some_rows, 16 * MiB)):
         calls[name] = (joined(model, in_groups(model, params)), decode, given, large)
@@ -138,6 +141,7 @@ def test_a_call_copies_no_weight_and_no_page(compile_for_hopper):
         "32 rows: 1000 True True []",
         "int8: 1000 True True []",
         "float8: 1000 True True []",
+        "float8, prompt: 0 True True []",
         "int4: 0 True True []",
         "int4, 8 rows: 0 True True []",
         "32 rows: 0 True True []",

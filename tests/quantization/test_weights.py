@@ -124,8 +124,8 @@ from megajax.planning.plan import devices_without_gpu, plan_device
 mesh = Mesh(np.array(devices_without_gpu(1, plan_device("h100"))), ("data",))
 def array(shape, dtype):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P()))
-formats = [(dtype, inputs) for inputs in ("unchanged", "dynamic") for dtype in ("int8", "float8")] + [("float8", "by_rows")]
-for dtype, inputs in formats:
+formats = [(dtype, inputs) for inputs in ("unchanged", "dynamic") for dtype in ("int8", "float8")]
+for dtype, inputs in [*formats, ("float8", "by_rows")]:
     for rows in (1, 16, 4096):
         matrix = array((4096, 4096), jnp.bfloat16)
         weight = jax.eval_shape(lambda w: QuantizedWeight.of(w, 1, WeightFormat(dtype, inputs)), matrix)
