@@ -16,6 +16,7 @@ the part of it that was spent in steps that are part of the run. The rest is com
 the first with each batch size), evaluating, saving, and steps lost in a crash and repeated.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import itertools
@@ -106,8 +107,8 @@ class MetricsWriter:
         self._file = Appender(self._path)
         folder = self._run_dir / "tensorboard"
         self._tensorboard = TensorBoardFile(folder, run_config), TensorBoardFile(folder / "eval")
-        if config.tensorboard:  # imports PyTorch where it is installed: 4 to 6 s, while the step is compiled
-            threading.Thread(target=importlib.import_module, args=("tensorboardX.summary",)).start()
+        if config.tensorboard:
+            threading.Thread(target=_import_tensorboard).start()
         self._wandb = _start_wandb(self._run_dir, config, run_config) if config.wandb_project else None
         self._writes_metrics = BestEffort(str(self._path))
         self._writes_tensorboard = BestEffort(f"TensorBoard, {self._run_dir / 'tensorboard'}")
@@ -229,6 +230,12 @@ class TensorBoardFile:
             config = f"```\n{json.dumps(self._run_config, indent=2)}\n```"
             records += _tensorboard_record(step=self.first_new_step or 0, summary=text("config", config))
         return records
+
+
+def _import_tensorboard() -> None:
+    """While the step is compiled: it imports PyTorch where that is installed, which takes 4 to 6 s."""
+    with contextlib.suppress(Exception):  # `write` will raise it again
+        importlib.import_module("tensorboardX.summary")
 
 
 def _tensorboard_record(**event: Any) -> bytes:
