@@ -21,11 +21,13 @@ ADAPTERS = "adapters"
 """In a batch, and among the inputs of layers: int32 [B, T], the number of the adapter of each token."""
 PADDING = "padding"
 """The same: bool [B, T], tokens that belong to no sequence."""
+MAILBOXES = "mailboxes"
+"""The same: uint32 [N, 2], of the GPUs that sum products with kernels of ours (ops/mailboxes.py)."""
 
 
 def read_by_layers(batch: Mapping[str, Any]) -> dict[str, Any]:
     """What layers get of a batch whatever their family is."""
-    return {name: batch[name] for name in (ADAPTERS, PADDING) if name in batch}
+    return {name: batch[name] for name in (ADAPTERS, PADDING, MAILBOXES) if name in batch}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ from megajax.mesh.sharding import constrain
 from megajax.ops import matmul as ops
 from megajax.ops.grouped_matmul import GroupedWeight
 from megajax.ops.low_precision import low_precision_matmul
+from megajax.ops.mailboxes import summed_matmul
 from megajax.parameters import LAYER_AXES, Parameter, Role, weight
 from megajax.precision import Recipe
 
@@ -87,7 +88,7 @@ class Linear(Matrix):
         if self.recipe is not None:
             y = _low_precision(x, self.recipe, (self,), (w,), 0, self.num_inputs)
         else:
-            y = ops.matmul(x, w, self.num_inputs)
+            y = summed_matmul(x, w, self.num_inputs, self.record.axes)
         return self.add_bias(self.changed(x, y))
 
     def multiplied(self) -> ops.Weight:

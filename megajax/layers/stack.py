@@ -14,12 +14,13 @@ import jax
 from flax import nnx
 
 from megajax.layers.dropout import DropoutKey
-from megajax.layers.layer import LayerConfig, Saved, StackedConfig, Terms, Totals
+from megajax.layers.layer import MAILBOXES, LayerConfig, Saved, StackedConfig, Terms, Totals
 from megajax.layers.linear import matrices_of
 from megajax.layers.loops import Loop, loops_of
 from megajax.layers.rows import split_rows, unstack
 from megajax.layers.stacked import build_stacked, graphdef, rows_of_kind, structure
 from megajax.layers.transform import Transform, computing, current_transforms
+from megajax.ops.mailboxes import exchanging
 from megajax.parallel.schedule import Stages
 from megajax.parameters import LAYER_AXES, is_per_layer
 
@@ -187,7 +188,8 @@ def add_totals(totals: Sequence[Totals]) -> Totals:
 
 def _layer(config, *, prevent_cse: bool):
     def run(state, x, inputs, cache, key):
-        with computing(inputs):
+        # Here, and not around the stack: what is traced once must not read an array of one trace.
+        with computing(inputs), exchanging(inputs.get(MAILBOXES)):
             return nnx.merge(graphdef(config), state)(x, inputs, cache, key)
 
     if config.saved is None:

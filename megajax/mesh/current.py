@@ -39,16 +39,16 @@ def is_inside_pipeline() -> bool:
     return axis_size("pipeline") > 1
 
 
-def manual(body: Callable, in_specs, out_specs) -> Callable:
+def manual(body: Callable, in_specs, out_specs, *, check_vma: bool = True) -> Callable:
     """Runs `body` on each device's shard of the arguments: a shard_map over every axis that is still free; where none
     is, the arguments are those of this device already.
 
     Differentiating through it fails inside a pipeline stage (a nested shard_map), so callers define their own
-    derivative (jax.custom_vjp), whose backward pass is another `manual`.
+    derivative (jax.custom_vjp), whose backward pass is another `manual`. check_vma: as in jax.shard_map.
     """
     if not free_axes():
         return body
-    specs = dict(axis_names=set(free_axes()), in_specs=in_specs, out_specs=out_specs)
+    specs = dict(axis_names=set(free_axes()), in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
     if jax.sharding.get_abstract_mesh().empty:
         # Under jit, because only there may a mesh be without devices: the arrays remain where they are.
         return jax.jit(jax.shard_map(body, mesh=_ONE_DEVICE, **specs))

@@ -28,6 +28,7 @@ from megajax.mesh.config import MeshConfig
 from megajax.mesh.sharding import constrain
 from megajax.models.execution import ExecutionConfig
 from megajax.ops.cross_entropy import cross_entropy
+from megajax.ops.mailboxes import gathered
 from megajax.ops.matmul import matmul
 from megajax.ops.token_scores import TokenScores, token_scores
 from megajax.ops.vocabulary import finish_logits
@@ -397,11 +398,16 @@ class AnyModule(nnx.Module):
 
     def token_logits(self, h_BTD: jax.Array) -> jax.Array:
         """The same of hidden states as `hidden` returns them."""
-        products_BTV = matmul(self.before_head(h_BTD), self.head_matrix()).astype(jnp.float32)
+        products_BTV = matmul(self.before_head(h_BTD), self.head_matrix())
+        gathered_BTV = gathered(products_BTV)
+        if gathered_BTV is not None:
+            products_BTV = gathered_BTV
+        products_BTV = products_BTV.astype(jnp.float32)
         options = self.logit_options()
         is_token_V = jnp.arange(products_BTV.shape[-1]) < options.pop("vocab_size")
         logits_BTV = finish_logits(products_BTV, **options)
-        return constrain(jnp.where(is_token_V, logits_BTV, -jnp.inf), "batch", "time", "vocab")
+        logits_BTV = jnp.where(is_token_V, logits_BTV, -jnp.inf)
+        return logits_BTV if gathered_BTV is not None else constrain(logits_BTV, "batch", "time", "vocab")
 
 
 class OneStack(AnyModule):

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.mesh.current import free_axes, manual
 from megajax.mesh.sharding import SEQUENCE_AXES, WEIGHT_AXES, activation_spec, axes_of, local_weight_spec
+from megajax.ops.mailboxes import is_summed, summed
 
 TABLE_AXES = WEIGHT_AXES["vocab"]
 WIDTH_AXES = WEIGHT_AXES["embed"]
@@ -43,6 +44,7 @@ def _forward(table_VD, tokens_BT, dtype):
     out_spec = activation_spec(shape, ("batch", "sequence", None))
     other_axes, token_axes = _width_axes(tokens_spec)
     scatter = out_spec[1] != tokens_spec[1]
+    in_mailboxes = not scatter and is_summed(shape, dtype)
 
     def body(table_Vd, tokens_BT):
         tokens_PBT = _tokens_of_all(tokens_BT, token_axes)
@@ -51,6 +53,8 @@ def _forward(table_VD, tokens_BT, dtype):
         if scatter:
             rows_PBTd = lax.psum_scatter(rows_PBTd, SEQUENCE_AXES, scatter_dimension=2, tiled=True)
             rows_PBTd = lax.psum(rows_PBTd, SUMMED_WHOLE)
+        elif in_mailboxes:
+            rows_PBTd = summed(rows_PBTd)
         else:
             rows_PBTd = lax.psum(rows_PBTd, TABLE_AXES)
         if token_axes:
@@ -63,7 +67,8 @@ def _forward(table_VD, tokens_BT, dtype):
         rows_BTD = jnp.moveaxis(parts, (0, 1), (2, 3))
         return rows_BTD.reshape(*rows_BTD.shape[:2], -1)
 
-    return manual(body, (_table_spec(), tokens_spec), out_spec)(table_VD, tokens_BT), (table_VD, tokens_BT)
+    looked_up = manual(body, (_table_spec(), tokens_spec), out_spec, check_vma=not in_mailboxes)
+    return looked_up(table_VD, tokens_BT), (table_VD, tokens_BT)
 
 
 def _backward(dtype, residuals, d_out_BTD):

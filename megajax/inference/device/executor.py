@@ -4,6 +4,7 @@ What they compute is in inference/device/programs.py.
 """
 
 import functools
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -32,9 +33,13 @@ from megajax.layers.attention.kv_cache import PoolSizes
 from megajax.mesh.lowering import LOWERING, Unlowered, lowering
 from megajax.mesh.stored_programs import StoredPrograms
 from megajax.models.model import Model
+from megajax.ops.mailboxes import Mailboxes
+from megajax.ops.mailboxes import problem as mailboxes_problem
 from megajax.ops.matmul import JOINED_MULTIPLE
 from megajax.quantization.weights import QuantizedWeight, is_quantized
 from megajax.training.compiler_options import accepted
+
+logger = logging.getLogger("megajax")
 
 NVIDIA = "NVIDIA"  # in the names of its GPUs
 # XLA makes one product of those with the same input if their matrices together are smaller than this. Triton reads the
@@ -62,22 +67,25 @@ SMALL_BYTES = 6 * 2**20
 NO_MASK = np.zeros(0, np.uint32)  # in place of one that is sent apart
 
 
-def decode_options(model: Model, params: dict, mesh: Mesh, num_rows: int) -> dict[str, str]:
+def decode_options(
+    model: Model, params: dict, mesh: Mesh, num_rows: int, *, has_mailboxes: bool = False
+) -> dict[str, str]:
     """The compiler options of a decoding program, for NVIDIA GPUs."""
     quantized = _quantized(params)
     is_even = not any(columns % JOINED_MULTIPLE for columns in _columns(model, mesh))
     joins = num_rows <= FEW_ROWS and is_even and not any(weight.is_in_4_bits for weight in quantized)
     has_triton = num_rows <= FEW_ROWS or _reads_levels(quantized, num_rows)
-    return _options(mesh, joins=joins, has_triton=has_triton, tunes=True)
+    is_graph = mesh.size == 1 or has_mailboxes
+    return _options(mesh, joins=joins, has_triton=has_triton, tunes=True, is_graph=is_graph)
 
 
 def prefill_options(params: dict, mesh: Mesh, num_tokens: int) -> dict[str, str]:
     """The compiler options of a program for prompts, for NVIDIA GPUs."""
     tunes = num_tokens < MANY_TOKENS and _reads_levels(_quantized(params), num_tokens)
-    return _options(mesh, joins=False, has_triton=tunes, tunes=tunes)
+    return _options(mesh, joins=False, has_triton=tunes, tunes=tunes, is_graph=mesh.size == 1)
 
 
-def _options(mesh: Mesh, *, joins: bool, has_triton: bool, tunes: bool) -> dict[str, str]:
+def _options(mesh: Mesh, *, joins: bool, has_triton: bool, tunes: bool, is_graph: bool) -> dict[str, str]:
     if NVIDIA not in mesh.devices.flat[0].device_kind:
         return {}
     options = {LARGEST_JOINED: "1000" if joins else "0"}
@@ -85,7 +93,7 @@ def _options(mesh: Mesh, *, joins: bool, has_triton: bool, tunes: bool) -> dict[
         options[TRITON_PRODUCTS] = "False"
     if not tunes:
         options[TUNING] = "0"
-    if mesh.size == 1:
+    if is_graph:
         options |= {IN_GRAPHS: WHOLE_LOOP, READS_PARTS: "False"}
     return accepted(options, mesh)
 
@@ -135,9 +143,9 @@ def _decode(
     rows: Rows, words: jax.Array, mask: jax.Array
 ) -> tuple[dict, Rows, Drawn]:  # fmt: skip
     """As programs.decode. like: the shapes of the small arrays, which are packed in `words`."""
-    batch, chooser, num_steps = unpacked(words, like)
+    batch, chooser, num_steps, mailboxes = unpacked(words, like)
     of = (model, vocab_size, sizes, max_steps)
-    return programs.decode(*of, params, caches, rows, batch, chooser._replace(mask_BW=mask), num_steps)
+    return programs.decode(*of, params, caches, rows, batch, chooser._replace(mask_BW=mask), num_steps, mailboxes)
 
 
 def _prefill(
@@ -203,6 +211,11 @@ class Executor:
                 self._features = jax.jit(zeros, out_shardings=self._replicated)()
             rows = functools.partial(Rows.zeros, sizes.num_rows, vocab_size)
             self._rows = jax.jit(rows, out_shardings=self._replicated)()
+        self._mailboxes = None
+        if mesh.size > 1 and (why := mailboxes_problem(mesh, model.precision.compute_dtype)):
+            logger.info("decoding steps are no CUDA graphs: %s", why)
+        elif mesh.size > 1:
+            self._mailboxes = Mailboxes(mesh)
         self._behind_space = _space_for_small_arrays(self._replicated) if self.asks_for_graphs else None
         kept_shardings = [a.sharding for a in self._kept]
         self._keep = jax.jit(programs.copy_state, donate_argnums=0, out_shardings=kept_shardings)
@@ -268,7 +281,8 @@ class Executor:
     def _decode_arguments(
         self, params: dict, batch: HostDecodeBatch, chooser: HostChooser, num_steps: int
     ) -> tuple[str, dict, tuple, tuple]:
-        host = (batch, chooser._replace(mask_BW=NO_MASK), np.int32(num_steps))
+        words = None if self._mailboxes is None else self._mailboxes.words
+        host = (batch, chooser._replace(mask_BW=NO_MASK), np.int32(num_steps), words)
         return "decode", params, host, (self._mask(chooser),)
 
     def _prefill_arguments(
@@ -297,7 +311,7 @@ class Executor:
             of = (self._model, self.vocab_size, self.sizes)
             if name == "decode":
                 function = functools.partial(_decode, *of, self._max_steps, like)
-                options = decode_options(self._model, params, self.mesh, len(host[0].positions_B))
+                options = self._decode_options(params, len(host[0].positions_B))
             else:
                 function = functools.partial(_prefill, *of, like)
                 options = prefill_options(params, self.mesh, len(host[0].tokens_T))
@@ -333,7 +347,11 @@ class Executor:
     @property
     def asks_for_graphs(self) -> bool:
         """Whether XLA is asked to make decoding programs CUDA graphs."""
-        return IN_GRAPHS in decode_options(self._model, {}, self.mesh, 1)
+        return IN_GRAPHS in self._decode_options({}, 1)
+
+    def _decode_options(self, params: dict, num_rows: int) -> dict[str, str]:
+        has_mailboxes = self._mailboxes is not None
+        return decode_options(self._model, params, self.mesh, num_rows, has_mailboxes=has_mailboxes)
 
     def compilations(self, params: dict, batches: Batches, shapes: Shapes) -> dict[tuple, Compilation]:
         """By function and shape: each compiles a program, unless that has been done. They keep no arrays."""
@@ -353,19 +371,17 @@ class Executor:
     def run_once(self, params: dict, batches: Batches, shapes: Shapes) -> CallSeconds:
         """Runs the programs of these shapes, and those that do not depend on them; compiles what is missing."""
 
-        def shortest(call: Callable, count: int) -> float:
-            # The first two calls of a program also make its CUDA graph: 23 and 31 ms instead of 7 and 11 (one H100).
-            return min(_seconds(call) for _ in range(count))
-
-        steps = [
-            (rows, shortest(functools.partial(self.decode, params, *batches.full_decode(rows, pages), 1), 5))
-            for rows, pages in shapes.decode
-        ]
+        steps = []
+        for rows, pages in shapes.decode:
+            of_full = (params, *batches.full_decode(rows, pages))
+            # GPUs that wait for each other must not do so while the graph of one is still made.
+            jax.block_until_ready(self.decode(*of_full, 0))
+            steps.append((rows, _period(functools.partial(self.decode, *of_full, 1), 6)))
         prefill = []
         for shape in shapes.prefill:
             call = functools.partial(self.prefill, params, *batches.full_prefill(*shape), False)
             if shape.rows_beside:
-                prefill.append((shape.tokens, shape.rows_beside, shortest(call, 3)))  # up to a second each
+                prefill.append((shape.tokens, shape.rows_beside, _period(call, 2)))  # up to a second each
             else:
                 call()
         for shape in self._image_shapes:
@@ -378,7 +394,11 @@ class Executor:
         return CallSeconds(tuple(dict(steps).items()), tuple(prefill))
 
 
-def _seconds(call: Callable) -> float:
+def _period(call: Callable, count: int) -> float:
+    """Seconds from one call to the next, in sequence, so without what the host does while the device computes."""
+    # The first two calls of a program also make its CUDA graph: 23 and 31 ms instead of 7 and 11 (one H100).
+    for _ in range(2):
+        jax.block_until_ready(call())
     start = time.perf_counter()
-    jax.block_until_ready(call())
-    return time.perf_counter() - start
+    jax.block_until_ready([call() for _ in range(count)])
+    return (time.perf_counter() - start) / count

@@ -16,12 +16,13 @@ import numpy as np
 
 from megajax.inference.tokens.sampling import A, Logprobs, RowSampling, unpacked
 from megajax.layers.attention.kv_cache import Places, PoolSizes, Singles
-from megajax.layers.layer import ADAPTERS, PADDING
+from megajax.layers.layer import ADAPTERS, MAILBOXES, PADDING
 from megajax.media.kinds import IMAGE
 from megajax.media.rows import TEXT
 from megajax.mesh.sharding import constrain, replicated
 from megajax.models.interface import AnyModule
 from megajax.models.model import Model
+from megajax.ops.mailboxes import exchanging
 
 PIECE = 128  # prompt tokens whose logits exist at the same time
 
@@ -122,9 +123,12 @@ HostPrefillBatch = PrefillBatch[np.ndarray]
 
 def decode(
     model: Model, vocab_size: int, sizes: PoolSizes, max_steps: int, params: dict, caches: dict, rows: Rows,
-    batch: DecodeBatch[jax.Array], chooser: Chooser[jax.Array], num_steps: jax.Array
+    batch: DecodeBatch[jax.Array], chooser: Chooser[jax.Array], num_steps: jax.Array,
+    mailboxes: jax.Array | None = None
 ) -> tuple[dict, Rows, Drawn]:  # fmt: skip
-    """-> (caches, rows, Drawn with leading dims [max_steps, B], of which the first num_steps count)."""
+    """-> (caches, rows, Drawn with leading dims [max_steps, B], of which the first num_steps count).
+
+    mailboxes: the words of those of the GPUs (ops/mailboxes.py)."""
     module = model.module(params)
     batch_size = batch.positions_B.shape[0]
     wants_logprobs = jnp.any(chooser.sampling.has_logprobs_B)
@@ -139,6 +143,8 @@ def decode(
             inputs["position_ids"] = jnp.tile((positions_B + batch.deltas_B)[:, None, None], 3)
         if batch.adapters_B is not None:
             inputs[ADAPTERS] = batch.adapters_B[:, None]
+        if mailboxes is not None:
+            inputs[MAILBOXES] = mailboxes
         caches = _at(caches, places)
         x_B1D, extended = module.extend(inputs, caches)
         caches |= extended
@@ -159,7 +165,8 @@ def decode(
     drawn = Drawn(jnp.zeros(batch_size, jnp.int32), Logprobs.zeros(batch_size, vocab_size), guesses)
     drawn = jax.tree.map(lambda a: jnp.zeros((max_steps, *a.shape), a.dtype), drawn)
     carry = (jnp.int32(0), caches, rows, drawn)
-    _, caches, rows, drawn = jax.lax.while_loop(lambda carry: carry[0] < num_steps, one_step, carry)
+    with exchanging(mailboxes):
+        _, caches, rows, drawn = jax.lax.while_loop(lambda carry: carry[0] < num_steps, one_step, carry)
     return caches, rows, replicated(drawn)
 
 

@@ -1,0 +1,250 @@
+"""Sums and concatenations of arrays of all GPUs of a host, each in one kernel, which may be in any CUDA graph.
+
+Each GPU writes its array into a mailbox on every other GPU, then a flag, waits for the flags of the others, and reads
+what they wrote, as in the "one-shot" all-reduces of other libraries. NCCL's and XLA's own (jaxlib 0.11.2) cannot be in
+a graph with a loop, and XLA's are launched by the host between other kernels.
+
+A mailbox has two slots for each GPU, used in turn. So a GPU that is ahead never overwrites what another one still
+reads: it writes into a slot again after the flag of the other one for the round in between. An array that is larger
+than a slot takes several rounds. All GPUs have to run the same kernels with the same shapes in the same order.
+
+Dimensions: N GPUs.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, llvm, scf
+
+BLOCKS = 32  # of each kernel: all of them take part in each round, since each has flags and a count of rounds
+THREADS = 128
+MOST_UNROLLED = 4
+VECTOR_BYTES = 16
+SLOT_VECTORS = 4096  # of a block
+SLOT_BYTES = BLOCKS * SLOT_VECTORS * VECTOR_BYTES
+FLAG_BYTES = 4
+
+
+def mailbox_bytes(num_gpus: int) -> int:
+    """Of each GPU. It has to be zero at first, and nothing else may write to it."""
+    return 2 * num_gpus * SLOT_BYTES + (num_gpus + 1) * BLOCKS * FLAG_BYTES
+
+
+def address_words(addresses: Sequence[int]) -> np.ndarray:
+    """uint32 [N, 2] of the addresses of the mailboxes, in the order of the GPUs."""
+    return np.array([(address & 0xFFFFFFFF, address >> 32) for address in addresses], np.uint32)
+
+
+def is_exchanged(shape: Sequence[int], dtype: jnp.dtype) -> bool:
+    """Whether these kernels take an array: its last dim has to be whole vectors."""
+    return shape[-1] * jnp.dtype(dtype).itemsize % VECTOR_BYTES == 0
+
+
+def all_reduce(x: jax.Array, rank: jax.Array, words: jax.Array) -> jax.Array:
+    """The sum of the x of all GPUs, bfloat16, added in float32 in the order of the GPUs, so the same on each.
+
+    rank: uint32 scalar, the number of this GPU. words: address_words.
+    """
+    if x.dtype != jnp.bfloat16:
+        raise ValueError(f"x is {x.dtype}; sums are of bfloat16")
+    return _exchanged(x, rank, words, x.shape, _store_sum)
+
+
+def all_gather(x: jax.Array, rank: jax.Array, words: jax.Array) -> jax.Array:
+    """The x of all GPUs side by side: [..., K] -> [..., N K]."""
+    row_vectors = x.shape[-1] * x.dtype.itemsize // VECTOR_BYTES
+    shape = (*x.shape[:-1], x.shape[-1] * words.shape[0])
+    return _exchanged(x, rank, words, shape, functools.partial(_store_all, row_vectors))
+
+
+def _exchanged(
+    x: jax.Array, rank: jax.Array, words: jax.Array, shape: tuple[int, ...], store: Callable
+) -> jax.Array:  # fmt: skip
+    """shape: of the result. store: `_store_sum` or the like."""
+    if not is_exchanged(x.shape, x.dtype):
+        raise ValueError(f"x {x.dtype}{x.shape}: the last dim has to be a multiple of {VECTOR_BYTES} bytes")
+    num_gpus = words.shape[0]
+    num_vectors = x.size * x.dtype.itemsize // VECTOR_BYTES
+
+    def body(x_ref, table_ref, out_ref):
+        exchange = functools.partial(_exchange, num_gpus, num_vectors, store)
+        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3)(exchange)(x_ref, table_ref, out_ref)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(shape, x.dtype),
+        grid=(BLOCKS,),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(
+            unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+    )(x, jnp.concatenate([rank[None], words.reshape(-1)]))
+
+
+# ---------------------------------------------------------------------- what a thread does, in MLIR
+
+
+def _exchange(num_gpus: int, num_vectors: int, store: Callable, _, x_ref, table_ref, out_ref) -> None:
+    block_vectors = -(-num_vectors // BLOCKS)
+    num_rounds = -(-block_vectors // SLOT_VECTORS)
+    round_vectors = -(-block_vectors // num_rounds)
+    thread = _wide(gpu.thread_id(gpu.Dimension.x))
+    block = _wide(gpu.block_id(gpu.Dimension.x))
+    x, table, out = (llvm.ptrtoint(_i64(), utils.memref_ptr(ref)) for ref in (x_ref, table_ref, out_ref))
+    rank = arith.extui(_i64(), _loaded(_i32(), table))
+    mailboxes = [_address(table, 1 + 2 * number) for number in range(num_gpus)]
+    is_other = [arith.cmpi(arith.CmpIPredicate.ne, rank, _number(number)) for number in range(num_gpus)]
+    own = mailboxes[0]
+    for mailbox, other in zip(mailboxes[1:], is_other[1:], strict=True):
+        own = arith.select(other, own, mailbox)
+    of_block = arith.muli(block, _number(FLAG_BYTES))
+    flags = _sum(_number(2 * num_gpus * SLOT_BYTES), of_block)  # in a mailbox: of each GPU, then the count
+    count = _sum(own, flags, _number(num_gpus * BLOCKS * FLAG_BYTES))
+    before = _loaded(_i32(), count)
+    end_of_block = arith.minui(arith.muli(_sum(block, _number(1)), _number(block_vectors)), _number(num_vectors))
+
+    with _loop(_number(0), _number(num_rounds), 1) as number:
+        epoch = _sum(before, arith.trunci(_i32(), number), _number(1, _i32()))
+        turn = arith.muli(arith.extui(_i64(), arith.andi(epoch, _number(1, _i32()))), _number(num_gpus * SLOT_BYTES))
+        first = _sum(arith.muli(block, _number(block_vectors)), arith.muli(number, _number(round_vectors)))
+        end = arith.minui(_sum(first, _number(round_vectors)), end_of_block)
+        # Where the vectors of this round are in a slot, counted from the first of all vectors.
+        slots = _sum(
+            turn, arith.muli(arith.subi(arith.muli(block, _number(SLOT_VECTORS)), first), _number(VECTOR_BYTES))
+        )
+        vectors = functools.partial(_vectors, first, end, thread, round_vectors)
+
+        for group in vectors():
+            values = [_loaded(_vector(), _sum(x, offset), VECTOR_BYTES) for _, offset in group]
+            for other, mailbox in zip(is_other, mailboxes, strict=True):
+                with mgpu.when(other):
+                    slot = _sum(mailbox, slots, arith.muli(rank, _number(SLOT_BYTES)))
+                    for (_, offset), value in zip(group, values, strict=True):
+                        _store(value, _sum(slot, offset))
+        gpu.barrier()
+        for to, (other, mailbox) in enumerate(zip(is_other, mailboxes, strict=True)):
+            of_thread = arith.cmpi(arith.CmpIPredicate.eq, thread, _number(to))
+            with mgpu.when(arith.andi(of_thread, other)):
+                _set_flag(_sum(mailbox, flags, arith.muli(rank, _number(BLOCKS * FLAG_BYTES))), epoch)
+                _wait_for(_sum(own, flags, _number(to * BLOCKS * FLAG_BYTES)), epoch)
+        gpu.barrier()
+        for group in vectors():
+            for vector, offset in group:
+                mine = _sum(x, offset)
+                theirs = [_sum(own, slots, _number(by * SLOT_BYTES), offset) for by in range(num_gpus)]
+                sources = [arith.select(other, slot, mine) for other, slot in zip(is_other, theirs, strict=True)]
+                store(out, vector, [_loaded(_vector(), source, VECTOR_BYTES) for source in sources])
+    with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, thread, _number(0))):
+        llvm.store(_sum(before, _number(num_rounds, _i32())), _at(count), alignment=FLAG_BYTES)
+
+
+def _store_sum(out, vector, values) -> None:
+    elements = VECTOR_BYTES // 2
+    narrow = ir.VectorType.get([elements], ir.BF16Type.get())
+    wide = ir.VectorType.get([elements], ir.F32Type.get())
+    terms = [arith.extf(wide, llvm.bitcast(narrow, value)) for value in values]
+    total = arith.truncf(narrow, functools.reduce(arith.addf, terms))
+    _store(llvm.bitcast(_vector(), total), _sum(out, arith.muli(vector, _number(VECTOR_BYTES))))
+
+
+def _store_all(row_vectors: int, out, vector, values) -> None:
+    row = arith.divui(vector, _number(row_vectors))
+    before = arith.muli(row, _number(row_vectors * (len(values) - 1)))  # rows of the others
+    for number, value in enumerate(values):
+        place = _sum(vector, before, _number(number * row_vectors))
+        _store(value, _sum(out, arith.muli(place, _number(VECTOR_BYTES))))
+
+
+def _vectors(first, end, thread, most: int):
+    """Groups of (vector, bytes before it) that a thread handles, of the `most` from `first` up to `end`: the body of a
+    loop over them. The last vector takes the place of those beyond the end; what is done with it is done again."""
+    unrolled = max(min(-(-most // THREADS), MOST_UNROLLED), 1)
+    with _loop(_sum(first, thread), end, THREADS * unrolled) as vector:
+        places = [_sum(vector, _number(THREADS * number)) for number in range(unrolled)]
+        places = [arith.minui(place, arith.subi(end, _number(1))) for place in places]
+        yield [(place, arith.muli(place, _number(VECTOR_BYTES))) for place in places]
+
+
+def _set_flag(address, epoch) -> None:
+    """After all that the block has written."""
+    _assembly("st.release.sys.global.u32 [$0], $1;", "l,r,~{memory}", [address, epoch])
+
+
+def _wait_for(address, epoch) -> None:
+    """Until the flag is that of this round, or of the next one."""
+    loop = scf.WhileOp([], [])
+    with ir.InsertionPoint(loop.before.blocks.append()):
+        flag = _assembly("ld.acquire.sys.global.u32 $0, [$1];", "=r,l,~{memory}", [address], _i32())
+        scf.condition(arith.cmpi(arith.CmpIPredicate.slt, arith.subi(flag, epoch), _number(0, _i32())), [])
+    with ir.InsertionPoint(loop.after.blocks.append()):
+        scf.yield_([])
+
+
+class _loop:
+    """`with _loop(first, end, step) as number:` -> scf.for."""
+
+    def __init__(self, first, end, step: int):
+        self._op = scf.ForOp(first, end, _number(step))
+
+    def __enter__(self):
+        self._point = ir.InsertionPoint(self._op.body)
+        self._point.__enter__()
+        return self._op.induction_variable
+
+    def __exit__(self, *error):
+        scf.yield_([])
+        self._point.__exit__(*error)
+
+
+def _address(table, word: int):
+    """Of a mailbox, from its two words in the table."""
+    low, high = (arith.extui(_i64(), _loaded(_i32(), _sum(table, _number(4 * (word + half))))) for half in range(2))
+    return arith.ori(low, arith.shli(high, _number(32)))
+
+
+def _assembly(text: str, constraints: str, operands: list, result=None) -> Any:
+    return llvm.inline_asm(result, operands, text, constraints, has_side_effects=True, asm_dialect=0)
+
+
+def _loaded(kind, address, alignment: int = 4):
+    return llvm.load(kind, _at(address), alignment=alignment)
+
+
+def _store(value, address) -> None:
+    llvm.store(value, _at(address), alignment=VECTOR_BYTES)
+
+
+def _at(address):
+    return llvm.inttoptr(ir.Type.parse("!llvm.ptr<1>"), address)
+
+
+def _wide(index):
+    return arith.extui(_i64(), arith.index_cast(_i32(), index))
+
+
+def _number(value: int, kind=None):
+    return mgpu.c(value, _i64() if kind is None else kind)
+
+
+def _sum(*terms):
+    return functools.reduce(arith.addi, terms)
+
+
+def _vector():
+    return ir.VectorType.get([VECTOR_BYTES // 4], _i32())
+
+
+def _i32():
+    return ir.IntegerType.get_signless(32)
+
+
+def _i64():
+    return ir.IntegerType.get_signless(64)

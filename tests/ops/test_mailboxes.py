@@ -1,0 +1,140 @@
+"""Sums and gathers over the tensor axis in mailboxes, with XLA's in the place of the kernels, which need GPUs
+(tests/gpu/test_mailboxes.py): products, the embedding, and the tokens of an engine."""
+
+import functools
+import itertools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from megajax.inference.device import executor
+from megajax.inference.engine import Engine, ServingConfig
+from megajax.inference.tokens.sampling import Sampling
+from megajax.models.decoder import DecoderConfig
+from megajax.models.model import Model
+from megajax.ops import mailboxes
+from megajax.ops.embedding import embed
+from megajax.ops.matmul import matmul
+from megajax.precision import PrecisionConfig
+from megajax.quantization.weights import QuantizedWeight, WeightFormat
+
+WORDS = np.array([[7, 0], [9, 0]], np.uint32)
+K, N = 64, 32
+
+
+@pytest.fixture
+def exchanged(monkeypatch):
+    """Shapes of the arrays that the kernels got."""
+    shapes = []
+
+    def all_reduce(x, rank, words):
+        shapes.append(x.shape)
+        return lax.psum(x.astype(jnp.float32), "tensor").astype(x.dtype)
+
+    def all_gather(x, rank, words):
+        shapes.append(x.shape)
+        return lax.all_gather(x, "tensor", axis=x.ndim - 1, tiled=True)
+
+    monkeypatch.setattr(mailboxes.kernel, "all_reduce", all_reduce)
+    monkeypatch.setattr(mailboxes.kernel, "all_gather", all_gather)
+    return shapes
+
+
+def weight(kind: str) -> jax.Array | QuantizedWeight:
+    matrix = jax.random.normal(jax.random.key(1), (K, N), jnp.bfloat16)
+    if kind == "bfloat16":
+        return matrix
+    return QuantizedWeight.of(matrix, 1, WeightFormat(*kind.split(" ")))
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "is_exchanged"),
+    [("bfloat16", 3, True), ("int8 unchanged", 3, True), ("float8 by_rows", 3, True), ("float8 by_rows", 64, False)],
+)
+def test_products_are_summed_in_mailboxes_unless_their_inputs_are_rounded(
+    kind, rows, is_exchanged, exchanged, make_test_mesh
+):
+    x = jax.random.normal(jax.random.key(0), (rows, 1, K), jnp.bfloat16)
+    w = weight(kind)
+    with jax.set_mesh(make_test_mesh(tensor=2)), mailboxes.exchanging(WORDS):
+        found = jax.jit(lambda x, w: mailboxes.summed_matmul(x, w, 1, ("mlp", "embed")))(x, w)
+        jax.jit(lambda x, w: mailboxes.summed_matmul(x, w, 1, ("embed", "mlp")))(x, w)  # no sum
+    assert exchanged == [(rows, 1, N)] * is_exchanged
+    wanted = np.asarray(matmul(x, w), np.float32)
+    np.testing.assert_allclose(np.asarray(found, np.float32), wanted, atol=0.02 * np.abs(wanted).max())
+
+
+def test_outside_of_exchanging_nothing_is_in_mailboxes(exchanged, make_test_mesh):
+    x = jnp.ones((2, K), jnp.bfloat16)
+    with jax.set_mesh(make_test_mesh(tensor=2)):
+        jax.jit(lambda x: mailboxes.summed_matmul(x, weight("bfloat16"), 1, ("mlp", "embed")))(x)
+        assert mailboxes.gathered(x) is None
+    assert not exchanged
+
+
+def test_gathers_and_embeddings(exchanged, make_test_mesh):
+    mesh = make_test_mesh(tensor=2)
+    x = jax.device_put(np.arange(3 * K, dtype=np.float32).reshape(3, K), NamedSharding(mesh, P(None, "tensor")))
+    table = jax.random.normal(jax.random.key(2), (10, K), jnp.bfloat16)
+    tokens = np.array([[1], [9], [4]], np.int32)
+    with jax.set_mesh(mesh), mailboxes.exchanging(WORDS):
+        whole = jax.jit(mailboxes.gathered)(x)
+        rows = jax.jit(functools.partial(embed, dtype=jnp.bfloat16))(table, tokens)
+    assert exchanged == [(3, K // 2), (1, 3, 1, K)]
+    np.testing.assert_array_equal(whole, x)
+    assert whole.sharding.is_fully_replicated
+    np.testing.assert_array_equal(rows[:, 0], table[tokens[:, 0]])
+
+
+CONFIG = DecoderConfig(num_layers=2, embed_dim=64, num_heads=4, head_dim=16, num_kv_heads=2, mlp_dim=128,
+                       vocab_size=200, position="rope", activation="swiglu", biases=())  # fmt: skip
+SERVING = ServingConfig(max_rows=2, max_batch_tokens=16, num_pages=8)
+
+
+def test_an_engine_generates_the_same_with_mailboxes_as_without(exchanged, make_test_mesh, monkeypatch, caplog):
+    """In one process and with the same shapes, so what is traced once for one of them must not be used by the other."""
+    mesh = make_test_mesh(tensor=2)
+    model = Model(CONFIG, PrecisionConfig(compute="bfloat16"))
+    params = model.init(0, mesh)
+
+    def generated() -> list[list[int]]:
+        engine = Engine(model, params, mesh, None, serving=SERVING)
+        engine.warm_up()
+        return engine.generate_tokens([[1, 2, 3], [4, 5]], Sampling(max_tokens=6, temperature=0.0))
+
+    with caplog.at_level("INFO", "megajax"):
+        expected = generated()
+    assert "decoding steps are no CUDA graphs: cpu is not Hopper" in caplog.text
+    assert not exchanged
+    monkeypatch.setattr(executor, "mailboxes_problem", lambda *_: "")
+    assert generated() == expected
+    # The layers are equal, so they are traced once. The vocabulary is padded to 256.
+    per_step = [[(1, rows, 1, 64), (rows, 1, 64), (rows, 1, 64), (rows, 1, 128)] for rows in (1, 2)]
+    assert sorted(exchanged) == sorted(itertools.chain(*per_step))
+    monkeypatch.undo()
+    assert generated() == expected
+
+
+def device(kind: str, process: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(device_kind=kind, process_index=process)
+
+
+@pytest.mark.parametrize(
+    ("devices", "tensor", "dtype", "found"),
+    [
+        ([device("NVIDIA H100 80GB HBM3")] * 2, 2, jnp.bfloat16, ""),
+        ([device("NVIDIA A100")] * 2, 2, jnp.bfloat16, "NVIDIA A100 is not Hopper"),
+        ([device("NVIDIA H200")] * 4, 2, jnp.bfloat16, "the mesh has other axes than tensor"),
+        ([device("NVIDIA H200"), device("NVIDIA H200", 1)], 2, jnp.bfloat16, "the GPUs belong to several processes"),
+        ([device("NVIDIA H200")] * 2, 2, jnp.float32, "the model computes in float32"),
+    ],
+)
+def test_what_has_no_mailboxes_is_said_with_the_reason(devices, tensor, dtype, found):
+    mesh = SimpleNamespace(devices=np.array(devices), size=len(devices), shape={"tensor": tensor})
+    assert mailboxes.problem(mesh, np.dtype(dtype)) == found
