@@ -7,7 +7,6 @@ XLA does them by itself wherever this file is not asked. But what XLA takes for 
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -79,8 +78,7 @@ def summed(x: jax.Array) -> jax.Array:
 def summed_matmul(x: jax.Array, w: Weight, num_contracted: int, axes: Sequence[str]) -> jax.Array:
     """matmul (ops/matmul.py) by a weight with these logical axes."""
     is_split = any(AXIS in WEIGHT_AXES[axis] for axis in axes[:num_contracted])
-    num_rows = math.prod(x.shape[: x.ndim - num_contracted])
-    spec = _spec(w, num_contracted, axes, num_rows) if is_split and _words.get() is not None else None
+    spec = _spec(w, num_contracted, axes) if is_split and _words.get() is not None else None
     if spec is None:
         return matmul(x, w, num_contracted)
 
@@ -93,16 +91,18 @@ def summed_matmul(x: jax.Array, w: Weight, num_contracted: int, axes: Sequence[s
     return manual(body, (x_spec, spec), P(), check_vma=False)(x, w)
 
 
-def _spec(w: Weight, num_contracted: int, axes: Sequence[str], num_rows: int) -> Any:
+def _spec(w: Weight, num_contracted: int, axes: Sequence[str]) -> Any:
     """Of the arrays of a weight whose product is the sum of the products with its parts; None of another one."""
     inputs, outputs = (tuple(weight_spec(part)) for part in (axes[:num_contracted], axes[num_contracted:]))
     if isinstance(w, jax.Array):
         return P(*inputs, *outputs)
-    # Inputs are rounded by the largest one of all parts, and 4 bits have a kernel of their own.
-    if not isinstance(w, QuantizedWeight) or w.is_in_4_bits or w.rounds_inputs(num_rows):
+    # 4 bits have a kernel of their own. Rounded `by_rows`, a part of a row has a scale of its own, which is finer than
+    # that of the whole row; a `dynamic` one belongs to the format of a folder.
+    if not isinstance(w, QuantizedWeight) or w.is_in_4_bits or w.inputs == "dynamic":
         return None
-    specs: dict[str, Any] = dict(values=P(*outputs, *inputs), scale=P(None, *outputs))
-    return dataclasses.replace(w, input_scale=None, **specs)
+    of_input = None if w.input_scale is None else P()
+    specs: dict[str, Any] = dict(values=P(*outputs, *inputs), scale=P(None, *outputs), input_scale=of_input)
+    return dataclasses.replace(w, **specs)
 
 
 def gathered(x: jax.Array) -> jax.Array | None:

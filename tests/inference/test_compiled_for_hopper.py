@@ -1,5 +1,6 @@
 """The engine's programs as XLA compiles them for an H100, with the widths of Llama-3 8B: they copy neither weights nor
-pages, convert no quantised weights in memory, and decode in one CUDA graph, when another process has lowered them."""
+pages, convert no quantised weights in memory, and decode in one CUDA graph, when another process has lowered them; on
+several GPUs too, without a collective of XLA."""
 
 import pytest
 
@@ -151,3 +152,81 @@ def test_a_call_copies_no_weight_and_no_page(compile_for_hopper):
         "one row: 0 True True []",
         "one row: 1000 True True []",
     ]
+
+
+SEVERAL_GPUS = """
+import dataclasses, functools, re, tempfile
+from pathlib import Path
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from megajax.inference.device import executor
+from megajax.inference.device.batches import Batches, Shapes
+from megajax.inference.device.packing import num_words
+from megajax.inference.device.programs import Rows
+from megajax.inference.device.weights import _quantizer, FORMATS
+from megajax.layers.attention.kv_cache import PoolSizes
+from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.mesh.lowering import Job, Unlowered
+from megajax.models.decoder import DecoderConfig
+from megajax.models.model import Model
+from megajax.ops.mailboxes import problem
+from megajax.parameters import PerLayer, is_per_layer
+from megajax.planning.plan import devices_without_gpu, plan_device
+
+mesh = make_mesh(MeshConfig(tensor=2), devices_without_gpu(2, plan_device("h100")))
+model = Model(DecoderConfig(
+    num_layers=2, embed_dim=4096, mlp_dim=14336, vocab_size=128256, position="rope", norm="rmsnorm",
+    activation="swiglu", biases=(), tied_embeddings=False, num_heads=32, num_kv_heads=8,
+))
+sizes = PoolSizes(256, 64, 128, jnp.dtype(jnp.bfloat16))
+batches = Batches(sizes, Shapes.of(sizes, 4096, 2048, True, mixes=True), model.config.vocab_size, adapters=[])
+assert problem(mesh, model.precision.compute_dtype) == ""
+
+def on_mesh(a, spec):
+    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh.abstract_mesh, spec))
+
+def weight(a, record, sharding):
+    if record.axes[:1] != ("layers",):
+        return on_mesh(a, sharding.spec)
+    return PerLayer((on_mesh(jax.ShapeDtypeStruct(a.shape[1:], a.dtype), P(*sharding.spec[1:])),) * a.shape[0])
+
+def in_float8(node, record):
+    if not is_per_layer(node) or not record.is_quantizable:
+        return node
+    with jax.set_mesh(mesh):
+        of_layer = dataclasses.replace(record, axes=record.axes[1:])
+        quantizer = _quantizer(of_layer, FORMATS["float8"], mesh)
+        compiled = quantizer.lower(node.arrays[0]).compile()
+    found = jax.eval_shape(quantizer, node.arrays[0])
+    one = jax.tree.map(lambda a, sharding: on_mesh(a, sharding.spec), found, compiled.output_shardings)
+    return PerLayer((one,) * len(node.arrays))
+
+new_pages = functools.partial(model.config.new_pages, sizes, model.execution)
+with jax.set_mesh(mesh):
+    pages = jax.jit(new_pages).lower().compile().output_shardings
+caches = jax.tree.map(lambda a, sharding: on_mesh(a, sharding.spec), jax.eval_shape(new_pages), pages)
+rows = jax.tree.map(lambda a: on_mesh(a, P()), jax.eval_shape(lambda: Rows.zeros(sizes.num_rows, 128256)))
+leaves = model.cast_weights(model.precision.compute_dtype), model.records, model.shardings(mesh)
+matrices = jax.tree.map(weight, *leaves)
+levels = jax.tree.map(in_float8, matrices, model.records, is_leaf=is_per_layer)
+for name, params, num_rows in (("bfloat16", matrices, 2), ("bfloat16", matrices, 64), ("float8", levels, 64)):
+    batch, chooser = batches.empty_decode(*batches.shapes.fitting_decode(num_rows, 1))
+    mask = on_mesh(chooser.mask_BW, P())
+    like = (batch, chooser._replace(mask_BW=executor.NO_MASK), np.int32(1), np.zeros((2, 2), np.uint32))
+    function = functools.partial(executor._decode, model, 128256, sizes, 4, like)
+    words = on_mesh(jax.ShapeDtypeStruct((num_words(like),), jnp.uint32), P())
+    source = Unlowered(function, (params, caches, rows, words, mask), mesh, donated=(1, 2), out_shardings=None)
+    dump = tempfile.mkdtemp()
+    options = executor.decode_options(model, params, mesh, num_rows, has_mailboxes=True) | {"xla_dump_to": dump}
+    compiled = source.lower_exported(*Job.of(source).export()).compile(compiler_options=options)
+    thunks = next(Path(dump).glob("*thunk_sequence_after_thunk_passes*")).read_text().splitlines()
+    outermost = [line for line in thunks if line[:1].isdigit()]
+    collectives = re.findall(r" (all-[a-z]+|reduce-scatter|collective-permute)[(-]", compiled.as_text())
+    is_graph = [bool(re.search("kCommandBuffer|kPartitionId", line)) for line in outermost]
+    print(name, num_rows, all(is_graph) and len(outermost) <= 2, collectives)
+"""
+
+
+@pytest.mark.cuda_wheels
+def test_several_gpus_decode_in_one_graph_without_collectives_of_xla(compile_for_hopper):
+    assert compile_for_hopper(SEVERAL_GPUS) == ["bfloat16 2 True []", "bfloat16 64 True []", "float8 64 True []"]
