@@ -23,6 +23,7 @@ from megajax.layers.layer import Flops, LayerConfig
 from megajax.layers.linear import joinable
 from megajax.layers.stacked import abstract_layer, merged_layers, rows_of_kind
 from megajax.layers.transform import LowPrecision, Transform, transforming
+from megajax.mesh.compat import options_to_run_once
 from megajax.mesh.sharding import WEIGHT_AXES, num_parts, weight_shardings
 from megajax.models.counting import CountedParameter, counted_parameters
 from megajax.models.execution import ExecutionConfig
@@ -181,7 +182,8 @@ class Model:
         if mesh is None:
             return jax.jit(draw)(jax.random.key(seed))
         with jax.set_mesh(mesh):
-            return jax.jit(draw, out_shardings=selected(self.shardings(mesh)))(jax.random.key(seed))
+            options = dict(out_shardings=selected(self.shardings(mesh)), compiler_options=options_to_run_once())
+            return jax.jit(draw, **options)(jax.random.key(seed))
 
     def split(self, tree: dict) -> Weights:
         """Splits a tree with the structure of the weights (arrays, records, shardings) by how they are updated."""

@@ -32,6 +32,7 @@ from megajax.layers.linear import Linear
 from megajax.layers.norm import Norm, NormConfig
 from megajax.layers.stack import Stack
 from megajax.layers.transformer import TransformerLayerConfig
+from megajax.mesh import compat
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.mesh.sharding import constrain
 from megajax.models.decoder import DecoderConfig
@@ -540,3 +541,15 @@ def test_a_run_cannot_start_from_what_is_not_there(trained, tmp_path):
         start_from.pinned(start(tmp_path / "nowhere"))
     with pytest.raises(ValueError, match="step=7 is not in .*; there are 2, 4"):
         run.check(start(f"{source.run_dir}/checkpoints/7"))
+
+
+def test_a_cpu_optimises_the_program_of_initial_weights_less_with_the_same_result(monkeypatch):
+    def drawn(options):
+        draw = jax.jit(lambda key: jax.random.normal(key, (64, 48)) * 0.02, compiler_options=options)
+        return np.asarray(draw(jax.random.key(0)))
+
+    assert compat.options_to_run_once() == {}  # the tests have a level of their own
+    monkeypatch.delenv("XLA_FLAGS")
+    options = compat.options_to_run_once()
+    assert options == {"xla_backend_optimization_level": "1"}
+    np.testing.assert_array_equal(drawn(options), drawn({"xla_backend_optimization_level": "3"}))
