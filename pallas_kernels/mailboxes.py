@@ -6,7 +6,9 @@ a graph with a loop, and XLA's are launched by the host between other kernels.
 
 A mailbox has two slots for each GPU, used in turn. So a GPU that is ahead never overwrites what another one still
 reads: it writes into a slot again after the flag of the other one for the round in between. An array that is larger
-than a slot takes several rounds. All GPUs have to run the same kernels with the same shapes in the same order.
+than a slot takes several rounds. All GPUs have to run the same kernels with the same shapes in the same order, one at a
+time, and to start the first of a program when each has all of it: one that waits, and another one that cannot start
+before, would wait for ever. After a minute of waiting a kernel fails.
 
 Dimensions: N GPUs.
 """
@@ -31,6 +33,7 @@ VECTOR_BYTES = 16
 SLOT_VECTORS = 4096  # of a block
 SLOT_BYTES = BLOCKS * SLOT_VECTORS * VECTOR_BYTES
 FLAG_BYTES = 4
+MOST_WAITING = 15  # times 4.3 s
 
 
 def mailbox_bytes(num_gpus: int) -> int:
@@ -38,8 +41,8 @@ def mailbox_bytes(num_gpus: int) -> int:
     return 2 * num_gpus * SLOT_BYTES + (num_gpus + 1) * BLOCKS * FLAG_BYTES
 
 
-def address_words(addresses: Sequence[int]) -> np.ndarray:
-    """uint32 [N, 2] of the addresses of the mailboxes, in the order of the GPUs."""
+def in_words(addresses: Sequence[int]) -> np.ndarray:
+    """uint32 [N, 2] of the addresses of the mailboxes, in the order of the GPUs, as the kernels take them."""
     return np.array([(address & 0xFFFFFFFF, address >> 32) for address in addresses], np.uint32)
 
 
@@ -48,30 +51,30 @@ def is_exchanged(shape: Sequence[int], dtype: jnp.dtype) -> bool:
     return shape[-1] * jnp.dtype(dtype).itemsize % VECTOR_BYTES == 0
 
 
-def all_reduce(x: jax.Array, rank: jax.Array, words: jax.Array) -> jax.Array:
+def all_reduce(x: jax.Array, rank: jax.Array, addresses: jax.Array) -> jax.Array:
     """The sum of the x of all GPUs, bfloat16, added in float32 in the order of the GPUs, so the same on each.
 
-    rank: uint32 scalar, the number of this GPU. words: address_words.
+    rank: uint32 scalar, the number of this GPU. addresses: uint32 [N, 2], `in_words`.
     """
     if x.dtype != jnp.bfloat16:
         raise ValueError(f"x is {x.dtype}; sums are of bfloat16")
-    return _exchanged(x, rank, words, x.shape, _store_sum)
+    return _exchanged(x, rank, addresses, x.shape, _store_sum)
 
 
-def all_gather(x: jax.Array, rank: jax.Array, words: jax.Array) -> jax.Array:
+def all_gather(x: jax.Array, rank: jax.Array, addresses: jax.Array) -> jax.Array:
     """The x of all GPUs side by side: [..., K] -> [..., N K]."""
     row_vectors = x.shape[-1] * x.dtype.itemsize // VECTOR_BYTES
-    shape = (*x.shape[:-1], x.shape[-1] * words.shape[0])
-    return _exchanged(x, rank, words, shape, functools.partial(_store_all, row_vectors))
+    shape = (*x.shape[:-1], x.shape[-1] * addresses.shape[0])
+    return _exchanged(x, rank, addresses, shape, functools.partial(_store_all, row_vectors))
 
 
 def _exchanged(
-    x: jax.Array, rank: jax.Array, words: jax.Array, shape: tuple[int, ...], store: Callable
+    x: jax.Array, rank: jax.Array, addresses: jax.Array, shape: tuple[int, ...], store: Callable
 ) -> jax.Array:  # fmt: skip
     """shape: of the result. store: `_store_sum` or the like."""
     if not is_exchanged(x.shape, x.dtype):
         raise ValueError(f"x {x.dtype}{x.shape}: the last dim has to be a multiple of {VECTOR_BYTES} bytes")
-    num_gpus = words.shape[0]
+    num_gpus = addresses.shape[0]
     num_vectors = x.size * x.dtype.itemsize // VECTOR_BYTES
 
     def body(x_ref, table_ref, out_ref):
@@ -86,7 +89,7 @@ def _exchanged(
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
-    )(x, jnp.concatenate([rank[None], words.reshape(-1)]))
+    )(x, jnp.concatenate([rank[None], addresses.reshape(-1)]))
 
 
 # ---------------------------------------------------------------------- what a thread does, in MLIR
@@ -100,7 +103,7 @@ def _exchange(num_gpus: int, num_vectors: int, store: Callable, _, x_ref, table_
     block = _wide(gpu.block_id(gpu.Dimension.x))
     x, table, out = (llvm.ptrtoint(_i64(), utils.memref_ptr(ref)) for ref in (x_ref, table_ref, out_ref))
     rank = arith.extui(_i64(), _loaded(_i32(), table))
-    mailboxes = [_address(table, 1 + 2 * number) for number in range(num_gpus)]
+    mailboxes = [_address(table, _number(number)) for number in range(num_gpus)]
     is_other = [arith.cmpi(arith.CmpIPredicate.ne, rank, _number(number)) for number in range(num_gpus)]
     own = mailboxes[0]
     for mailbox, other in zip(mailboxes[1:], is_other[1:], strict=True):
@@ -130,11 +133,11 @@ def _exchange(num_gpus: int, num_vectors: int, store: Callable, _, x_ref, table_
                     for (_, offset), value in zip(group, values, strict=True):
                         _store(value, _sum(slot, offset))
         gpu.barrier()
-        for to, (other, mailbox) in enumerate(zip(is_other, mailboxes, strict=True)):
-            of_thread = arith.cmpi(arith.CmpIPredicate.eq, thread, _number(to))
-            with mgpu.when(arith.andi(of_thread, other)):
-                _set_flag(_sum(mailbox, flags, arith.muli(rank, _number(BLOCKS * FLAG_BYTES))), epoch)
-                _wait_for(_sum(own, flags, _number(to * BLOCKS * FLAG_BYTES)), epoch)
+        # A thread for each of the others.
+        is_one = arith.cmpi(arith.CmpIPredicate.ult, thread, _number(num_gpus))
+        with mgpu.when(arith.andi(is_one, arith.cmpi(arith.CmpIPredicate.ne, thread, rank))):
+            _set_flag(_sum(_address(table, thread), flags, arith.muli(rank, _number(BLOCKS * FLAG_BYTES))), epoch)
+            _wait_for(_sum(own, flags, arith.muli(thread, _number(BLOCKS * FLAG_BYTES))), epoch)
         gpu.barrier()
         for group in vectors():
             for vector, offset in group:
@@ -180,12 +183,21 @@ def _set_flag(address, epoch) -> None:
 
 def _wait_for(address, epoch) -> None:
     """Until the flag is that of this round, or of the next one."""
+    start = _time()
     loop = scf.WhileOp([], [])
     with ir.InsertionPoint(loop.before.blocks.append()):
         flag = _assembly("ld.acquire.sys.global.u32 $0, [$1];", "=r,l,~{memory}", [address], _i32())
         scf.condition(arith.cmpi(arith.CmpIPredicate.slt, arith.subi(flag, epoch), _number(0, _i32())), [])
     with ir.InsertionPoint(loop.after.blocks.append()):
+        waited = arith.subi(_time(), start)
+        with mgpu.when(arith.cmpi(arith.CmpIPredicate.ugt, waited, _number(MOST_WAITING, _i32()))):
+            _assembly("trap;", "", [])
         scf.yield_([])
+
+
+def _time():
+    """In units of 2^32 ns."""
+    return _assembly("mov.u32 $0, %globaltimer_hi;", "=r", [], _i32())
 
 
 class _loop:
@@ -204,9 +216,10 @@ class _loop:
         self._point.__exit__(*error)
 
 
-def _address(table, word: int):
-    """Of a mailbox, from its two words in the table."""
-    low, high = (arith.extui(_i64(), _loaded(_i32(), _sum(table, _number(4 * (word + half))))) for half in range(2))
+def _address(table, number):
+    """Of the mailbox of a GPU. table: the number of this GPU, and two words of each address."""
+    words = _sum(table, _number(4), arith.muli(number, _number(8)))
+    low, high = (arith.extui(_i64(), _loaded(_i32(), _sum(words, _number(4 * half)))) for half in range(2))
     return arith.ori(low, arith.shli(high, _number(32)))
 
 

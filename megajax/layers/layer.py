@@ -22,7 +22,7 @@ ADAPTERS = "adapters"
 PADDING = "padding"
 """The same: bool [B, T], tokens that belong to no sequence."""
 MAILBOXES = "mailboxes"
-"""The same: uint32 [N, 2], of the GPUs that sum products with kernels of ours (ops/mailboxes.py)."""
+"""The same: uint32 [N, 2], their addresses, for GPUs that sum products with kernels of ours (ops/mailboxes.py)."""
 
 
 def read_by_layers(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """All private or version-dependent JAX API (jax 0.10.2, 0.11.x, 0.12.x); no other file depends on the version."""
 
 import contextlib
+import ctypes
 import functools
 import importlib.util
 import inspect
@@ -86,7 +87,19 @@ def mosaic_problem() -> str:
     """Why Pallas Mosaic GPU kernels for Hopper cannot run on the current mesh, or an empty string."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     kind = jax.devices()[0].device_kind if device is None else device.device_kind
-    return "" if any(name in kind for name in ("H100", "H200", "H800", "H20")) else f"no kernels for {kind}"
+    return "" if is_hopper(kind) else f"no kernels for {kind}"
+
+
+def is_hopper(kind: str) -> bool:
+    """kind: name of a device."""
+    return any(name in kind for name in ("H100", "H200", "H800", "H20"))
+
+
+def reaches_memory(device: jax.Device, other: jax.Device) -> bool:
+    """Whether a GPU of this process can read and write the memory of another one."""
+    found = ctypes.c_int(0)
+    ordinals = (device.local_hardware_id, other.local_hardware_id)
+    return not ctypes.CDLL("libcuda.so.1").cuDeviceCanAccessPeer(ctypes.byref(found), *ordinals) and bool(found.value)
 
 
 def gpu_compiler_installed() -> bool:

@@ -399,15 +399,11 @@ class AnyModule(nnx.Module):
     def token_logits(self, h_BTD: jax.Array) -> jax.Array:
         """The same of hidden states as `hidden` returns them."""
         products_BTV = matmul(self.before_head(h_BTD), self.head_matrix())
-        gathered_BTV = gathered(products_BTV)
-        if gathered_BTV is not None:
-            products_BTV = gathered_BTV
-        products_BTV = products_BTV.astype(jnp.float32)
+        products_BTV = gathered(constrain(products_BTV, "batch", "time", "vocab")).astype(jnp.float32)
         options = self.logit_options()
         is_token_V = jnp.arange(products_BTV.shape[-1]) < options.pop("vocab_size")
         logits_BTV = finish_logits(products_BTV, **options)
-        logits_BTV = jnp.where(is_token_V, logits_BTV, -jnp.inf)
-        return logits_BTV if gathered_BTV is not None else constrain(logits_BTV, "batch", "time", "vocab")
+        return jnp.where(is_token_V, logits_BTV, -jnp.inf)
 
 
 class OneStack(AnyModule):

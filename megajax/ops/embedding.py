@@ -96,8 +96,8 @@ def _backward(dtype, residuals, d_out_BTD):
         d_table_Vd = jnp.zeros((num_rows, d_out_PBTd.shape[-1]), jnp.float32)
         rows = jnp.where(inside, local, num_rows)  # out of range: dropped
         d_table_Vd = d_table_Vd.at[rows].add(d_out_PBTd.astype(jnp.float32), mode="drop")
-        summed = tuple(axis for entry in tokens_spec for axis in axes_of(entry) if axis not in token_axes)
-        return lax.psum(d_table_Vd, summed)
+        summed_axes = tuple(axis for entry in tokens_spec for axis in axes_of(entry) if axis not in token_axes)
+        return lax.psum(d_table_Vd, summed_axes)
 
     gradient = manual(body, (tokens_spec, d_out_spec), table_spec)
     return gradient(tokens_BT, d_out_BTD).astype(table_VD.dtype), None

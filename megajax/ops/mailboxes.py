@@ -7,6 +7,8 @@ XLA does them by itself wherever this file is not asked. But what XLA takes for 
 
 import contextlib
 import dataclasses
+import itertools
+import os
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -18,6 +20,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from megajax.mesh import compat
 from megajax.mesh.current import manual
 from megajax.mesh.sharding import WEIGHT_AXES, weight_spec
 from megajax.ops.matmul import Weight, matmul
@@ -25,7 +28,6 @@ from megajax.quantization.weights import QuantizedWeight
 from pallas_kernels import mailboxes as kernel
 
 AXIS = "tensor"
-HOPPER = "H100", "H200", "GH200"
 
 
 class Mailboxes:
@@ -36,49 +38,64 @@ class Mailboxes:
         zeros = np.zeros((num_gpus, kernel.mailbox_bytes(num_gpus) // 4), np.uint32)
         self._memory = jax.block_until_ready(jax.device_put(zeros, NamedSharding(mesh, P(AXIS))))
         shards = sorted(self._memory.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-        self.words = kernel.address_words([shard.data.unsafe_buffer_pointer() for shard in shards])
-        """uint32 [N, 2]: where they are."""
+        self.addresses = kernel.in_words([shard.data.unsafe_buffer_pointer() for shard in shards])
+        """uint32 [N, 2]."""
 
 
 def problem(mesh: Mesh, dtype: jnp.dtype) -> str:
-    """Why the devices of this mesh have no mailboxes for a model that computes in this dtype, or ""."""
-    kinds = {device.device_kind for device in mesh.devices.flat}
-    if not all(any(name in kind for name in HOPPER) for kind in kinds):
-        return f"{', '.join(sorted(kinds))} is not Hopper"
+    """Why the GPUs of this mesh have no mailboxes for a model that computes in this dtype, or ""."""
+    devices = list(mesh.devices.flat)
+    others = sorted({device.device_kind for device in devices if not compat.is_hopper(device.device_kind)})
+    if others:
+        return f"{', '.join(others)} is not Hopper"
     if mesh.size != mesh.shape[AXIS]:
         return f"the mesh has other axes than {AXIS}"
-    if len({device.process_index for device in mesh.devices.flat}) > 1:
+    if dtype != jnp.bfloat16:
+        return f"the model computes in {dtype}"
+    if len({device.process_index for device in devices}) > 1:
         return "the GPUs belong to several processes"
-    return "" if dtype == jnp.bfloat16 else f"the model computes in {dtype}"
+    if os.environ.get("NCCL_P2P_DISABLE", "0") != "0":
+        return "NCCL_P2P_DISABLE is set"
+    pairs = itertools.permutations(devices, 2)
+    unreached = next((pair for pair in pairs if not compat.reaches_memory(*pair)), None)
+    return "" if unreached is None else "{} cannot access the memory of {}".format(*unreached)
 
 
-_words: ContextVar[jax.Array | None] = ContextVar("words of mailboxes", default=None)
+_addresses: ContextVar[jax.Array | None] = ContextVar("addresses of mailboxes", default=None)
 
 
 @contextlib.contextmanager
-def exchanging(words: jax.Array | None) -> Iterator[None]:
-    """What is traced within uses mailboxes, unless words is None. words: those of the Mailboxes."""
-    token = _words.set(words)
+def exchanging(addresses: jax.Array | None) -> Iterator[None]:
+    """What is traced within uses mailboxes, unless addresses is None: those of the Mailboxes."""
+    token = _addresses.set(addresses)
     try:
         yield
     finally:
-        _words.reset(token)
+        _addresses.reset(token)
+
+
+def once_all_are_ready(x: jax.Array, addresses: jax.Array) -> jax.Array:
+    """x, after a sum by XLA over the GPUs. In a program with one, XLA makes all of its CUDA graphs on all GPUs before
+    any of them runs: a GPU that waited for another one, whose graph is still made, could wait for ever."""
+    num_gpus = len(addresses)
+    total = manual(lambda: lax.psum(lax.axis_index(AXIS), AXIS), (), P())()
+    return jnp.where(total == num_gpus * (num_gpus - 1) // 2, x, 0)
 
 
 def is_summed(shape: Sequence[int], dtype: jnp.dtype) -> bool:
     """Whether mailboxes sum an array here."""
-    return _words.get() is not None and dtype == jnp.bfloat16 and kernel.is_exchanged(shape, dtype)
+    return _addresses.get() is not None and dtype == jnp.bfloat16 and kernel.is_exchanged(shape, dtype)
 
 
 def summed(x: jax.Array) -> jax.Array:
     """The sum over AXIS, in a region that is manual over it, of an array that `is_summed`."""
-    return kernel.all_reduce(x, _rank(), _given_words())
+    return kernel.all_reduce(x, _rank(), _given_addresses())
 
 
 def summed_matmul(x: jax.Array, w: Weight, num_contracted: int, axes: Sequence[str]) -> jax.Array:
     """matmul (ops/matmul.py) by a weight with these logical axes."""
     is_split = any(AXIS in WEIGHT_AXES[axis] for axis in axes[:num_contracted])
-    spec = _spec(w, num_contracted, axes) if is_split and _words.get() is not None else None
+    spec = _spec(w, num_contracted, axes) if is_split and _addresses.get() is not None else None
     if spec is None:
         return matmul(x, w, num_contracted)
 
@@ -105,16 +122,16 @@ def _spec(w: Weight, num_contracted: int, axes: Sequence[str]) -> Any:
     return dataclasses.replace(w, **specs)
 
 
-def gathered(x: jax.Array) -> jax.Array | None:
-    """An array whose last dim AXIS splits, whole on all GPUs; None: mailboxes do not do this here."""
-    words = _words.get()
-    if words is None or x.shape[-1] % len(words):
-        return None
-    if not kernel.is_exchanged((x.shape[-1] // len(words),), x.dtype):
-        return None
+def gathered(x: jax.Array) -> jax.Array:
+    """An array whose last dim AXIS splits, whole on all GPUs if they have mailboxes; unchanged if not."""
+    addresses = _addresses.get()
+    if addresses is None or x.shape[-1] % len(addresses):
+        return x
+    if not kernel.is_exchanged((x.shape[-1] // len(addresses),), x.dtype):
+        return x
 
     def body(x):
-        return kernel.all_gather(x, _rank(), _given_words())
+        return kernel.all_gather(x, _rank(), _given_addresses())
 
     return manual(body, P(*(None,) * (x.ndim - 1), AXIS), P(), check_vma=False)(x)
 
@@ -123,7 +140,7 @@ def _rank() -> jax.Array:
     return lax.axis_index(AXIS).astype(jnp.uint32)
 
 
-def _given_words() -> jax.Array:
-    words = _words.get()
-    assert words is not None
-    return words
+def _given_addresses() -> jax.Array:
+    addresses = _addresses.get()
+    assert addresses is not None
+    return addresses

@@ -23,7 +23,7 @@ from megajax.ops.embedding import embed
 from megajax.precision import PrecisionConfig
 from megajax.quantization.weights import QuantizedWeight, WeightFormat
 
-WORDS = np.array([[7, 0], [9, 0]], np.uint32)
+ADDRESSES = np.array([[7, 0], [9, 0]], np.uint32)
 K, N = 64, 32
 
 
@@ -32,11 +32,11 @@ def exchanged(monkeypatch):
     """Shapes of the arrays that the kernels got."""
     shapes = []
 
-    def all_reduce(x, rank, words):
+    def all_reduce(x, rank, addresses):
         shapes.append(x.shape)
         return lax.psum(x.astype(jnp.float32), "tensor").astype(x.dtype)
 
-    def all_gather(x, rank, words):
+    def all_gather(x, rank, addresses):
         shapes.append(x.shape)
         return lax.all_gather(x, "tensor", axis=x.ndim - 1, tiled=True)
 
@@ -69,7 +69,7 @@ def test_products_are_summed_in_mailboxes_unless_whole_rows_are_rounded(
 ):
     x = jax.random.normal(jax.random.key(0), (rows, 1, K), jnp.bfloat16)
     w = weight(kind)
-    with jax.set_mesh(make_test_mesh(tensor=2)), mailboxes.exchanging(WORDS):
+    with jax.set_mesh(make_test_mesh(tensor=2)), mailboxes.exchanging(ADDRESSES):
         found = jax.jit(lambda x, w: mailboxes.summed_matmul(x, w, 1, ("mlp", "embed")))(x, w)
         jax.jit(lambda x, w: mailboxes.summed_matmul(x, w, 1, ("embed", "mlp")))(x, w)  # no sum
     assert exchanged == [(rows, 1, N)] * is_exchanged
@@ -83,7 +83,7 @@ def test_outside_of_exchanging_nothing_is_in_mailboxes(exchanged, make_test_mesh
     x = jnp.ones((2, K), jnp.bfloat16)
     with jax.set_mesh(make_test_mesh(tensor=2)):
         jax.jit(lambda x: mailboxes.summed_matmul(x, weight("bfloat16"), 1, ("mlp", "embed")))(x)
-        assert mailboxes.gathered(x) is None
+        assert mailboxes.gathered(x) is x
     assert not exchanged
 
 
@@ -92,7 +92,7 @@ def test_gathers_and_embeddings(exchanged, make_test_mesh):
     x = jax.device_put(np.arange(3 * K, dtype=np.float32).reshape(3, K), NamedSharding(mesh, P(None, "tensor")))
     table = jax.random.normal(jax.random.key(2), (10, K), jnp.bfloat16)
     tokens = np.array([[1], [9], [4]], np.int32)
-    with jax.set_mesh(mesh), mailboxes.exchanging(WORDS):
+    with jax.set_mesh(mesh), mailboxes.exchanging(ADDRESSES):
         whole = jax.jit(mailboxes.gathered)(x)
         rows = jax.jit(functools.partial(embed, dtype=jnp.bfloat16))(table, tokens)
     assert exchanged == [(3, K // 2), (1, 3, 1, K)]
@@ -117,9 +117,11 @@ def test_an_engine_generates_the_same_with_mailboxes_as_without(exchanged, make_
         engine.warm_up()
         return engine.generate_tokens([[1, 2, 3], [4, 5]], Sampling(max_tokens=6, temperature=0.0))
 
+    expected = generated()
+    monkeypatch.setattr(executor, "NVIDIA", "cpu")
     with caplog.at_level("INFO", "megajax"):
-        expected = generated()
-    assert "decoding steps are no CUDA graphs: cpu is not Hopper" in caplog.text
+        assert generated() == expected
+    assert "decoding steps are not CUDA graphs: cpu is not Hopper" in caplog.text
     assert not exchanged
     monkeypatch.setattr(executor, "mailboxes_problem", lambda *_: "")
     assert generated() == expected
@@ -134,16 +136,28 @@ def device(kind: str, process: int = 0) -> SimpleNamespace:
     return SimpleNamespace(device_kind=kind, process_index=process)
 
 
+HOPPER = [device("NVIDIA H100 80GB HBM3"), device("NVIDIA H100 80GB HBM3")]
+
+
 @pytest.mark.parametrize(
     ("devices", "tensor", "dtype", "found"),
     [
-        ([device("NVIDIA H100 80GB HBM3")] * 2, 2, jnp.bfloat16, ""),
+        (HOPPER, 2, jnp.bfloat16, ""),
         ([device("NVIDIA A100")] * 2, 2, jnp.bfloat16, "NVIDIA A100 is not Hopper"),
-        ([device("NVIDIA H200")] * 4, 2, jnp.bfloat16, "the mesh has other axes than tensor"),
-        ([device("NVIDIA H200"), device("NVIDIA H200", 1)], 2, jnp.bfloat16, "the GPUs belong to several processes"),
-        ([device("NVIDIA H200")] * 2, 2, jnp.float32, "the model computes in float32"),
+        (HOPPER * 2, 2, jnp.bfloat16, "the mesh has other axes than tensor"),
+        (HOPPER, 2, jnp.float32, "the model computes in float32"),
+        ([device("NVIDIA H20"), device("NVIDIA H20", 1)], 2, jnp.bfloat16, "the GPUs belong to several processes"),
     ],
 )
-def test_what_has_no_mailboxes_is_said_with_the_reason(devices, tensor, dtype, found):
+def test_what_has_no_mailboxes_is_said_with_the_reason(devices, tensor, dtype, found, monkeypatch):
+    monkeypatch.setattr(mailboxes.compat, "reaches_memory", lambda *_: True)
     mesh = SimpleNamespace(devices=np.array(devices), size=len(devices), shape={"tensor": tensor})
     assert mailboxes.problem(mesh, np.dtype(dtype)) == found
+
+
+def test_memory_of_other_gpus_has_to_be_reached(monkeypatch):
+    monkeypatch.setattr(mailboxes.compat, "reaches_memory", lambda one, other: one is HOPPER[0])
+    mesh = SimpleNamespace(devices=np.array(HOPPER), size=2, shape={"tensor": 2})
+    assert "cannot access the memory of" in mailboxes.problem(mesh, np.dtype(jnp.bfloat16))
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert mailboxes.problem(mesh, np.dtype(jnp.bfloat16)) == "NCCL_P2P_DISABLE is set"

@@ -33,7 +33,7 @@ from megajax.layers.attention.kv_cache import PoolSizes
 from megajax.mesh.lowering import LOWERING, Unlowered, lowering
 from megajax.mesh.stored_programs import StoredPrograms
 from megajax.models.model import Model
-from megajax.ops.mailboxes import Mailboxes
+from megajax.ops.mailboxes import Mailboxes, once_all_are_ready
 from megajax.ops.mailboxes import problem as mailboxes_problem
 from megajax.ops.matmul import JOINED_MULTIPLE
 from megajax.quantization.weights import QuantizedWeight, is_quantized
@@ -50,6 +50,9 @@ LARGEST_JOINED = "xla_gpu_dot_merger_threshold_mb"
 # at each condition: whether another step follows, and how tokens are sampled.
 IN_GRAPHS = "xla_gpu_enable_command_buffer"
 WHOLE_LOOP = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE"
+# With mailboxes: what is in a graph is run in sequence, which is the default, because two sums must not use them at the
+# same time; and a loop alone is a graph too, as the sum before it is in none.
+WITH_MAILBOXES = {"xla_gpu_command_buffer_scheduling_mode": "LHS", "xla_gpu_graph_min_graph_size": "1"}
 # Whether XLA lets our kernels read a part of an array where it is, here of the one that holds the small arrays of a
 # call. Such a kernel is not in a graph (jaxlib 0.11.2): attention in each layer divided that of a call with prompts.
 READS_PARTS = "xla_gpu_enable_dynamic_slice_fusion"
@@ -76,7 +79,8 @@ def decode_options(
     joins = num_rows <= FEW_ROWS and is_even and not any(weight.is_in_4_bits for weight in quantized)
     has_triton = num_rows <= FEW_ROWS or _reads_levels(quantized, num_rows)
     is_graph = mesh.size == 1 or has_mailboxes
-    return _options(mesh, joins=joins, has_triton=has_triton, tunes=True, is_graph=is_graph)
+    options = _options(mesh, joins=joins, has_triton=has_triton, tunes=True, is_graph=is_graph)
+    return options | accepted(WITH_MAILBOXES, mesh) if has_mailboxes and options else options
 
 
 def prefill_options(params: dict, mesh: Mesh, num_tokens: int) -> dict[str, str]:
@@ -145,6 +149,8 @@ def _decode(
     """As programs.decode. like: the shapes of the small arrays, which are packed in `words`."""
     batch, chooser, num_steps, mailboxes = unpacked(words, like)
     of = (model, vocab_size, sizes, max_steps)
+    if mailboxes is not None:
+        num_steps = once_all_are_ready(num_steps, mailboxes)
     return programs.decode(*of, params, caches, rows, batch, chooser._replace(mask_BW=mask), num_steps, mailboxes)
 
 
@@ -212,10 +218,12 @@ class Executor:
             rows = functools.partial(Rows.zeros, sizes.num_rows, vocab_size)
             self._rows = jax.jit(rows, out_shardings=self._replicated)()
         self._mailboxes = None
-        if mesh.size > 1 and (why := mailboxes_problem(mesh, model.precision.compute_dtype)):
-            logger.info("decoding steps are no CUDA graphs: %s", why)
-        elif mesh.size > 1:
-            self._mailboxes = Mailboxes(mesh)
+        if mesh.size > 1 and NVIDIA in mesh.devices.flat[0].device_kind:
+            why = mailboxes_problem(mesh, model.precision.compute_dtype)
+            if why:
+                logger.info("decoding steps are not CUDA graphs: %s", why)
+            else:
+                self._mailboxes = Mailboxes(mesh)
         self._behind_space = _space_for_small_arrays(self._replicated) if self.asks_for_graphs else None
         kept_shardings = [a.sharding for a in self._kept]
         self._keep = jax.jit(programs.copy_state, donate_argnums=0, out_shardings=kept_shardings)
@@ -281,8 +289,8 @@ class Executor:
     def _decode_arguments(
         self, params: dict, batch: HostDecodeBatch, chooser: HostChooser, num_steps: int
     ) -> tuple[str, dict, tuple, tuple]:
-        words = None if self._mailboxes is None else self._mailboxes.words
-        host = (batch, chooser._replace(mask_BW=NO_MASK), np.int32(num_steps), words)
+        addresses = None if self._mailboxes is None else self._mailboxes.addresses
+        host = (batch, chooser._replace(mask_BW=NO_MASK), np.int32(num_steps), addresses)
         return "decode", params, host, (self._mask(chooser),)
 
     def _prefill_arguments(
@@ -370,13 +378,10 @@ class Executor:
 
     def run_once(self, params: dict, batches: Batches, shapes: Shapes) -> CallSeconds:
         """Runs the programs of these shapes, and those that do not depend on them; compiles what is missing."""
-
         steps = []
         for rows, pages in shapes.decode:
-            of_full = (params, *batches.full_decode(rows, pages))
-            # GPUs that wait for each other must not do so while the graph of one is still made.
-            jax.block_until_ready(self.decode(*of_full, 0))
-            steps.append((rows, _period(functools.partial(self.decode, *of_full, 1), 6)))
+            call = functools.partial(self.decode, params, *batches.full_decode(rows, pages), 1)
+            steps.append((rows, _period(call, 4)))
         prefill = []
         for shape in shapes.prefill:
             call = functools.partial(self.prefill, params, *batches.full_prefill(*shape), False)

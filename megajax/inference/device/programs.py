@@ -128,7 +128,7 @@ def decode(
 ) -> tuple[dict, Rows, Drawn]:  # fmt: skip
     """-> (caches, rows, Drawn with leading dims [max_steps, B], of which the first num_steps count).
 
-    mailboxes: the words of those of the GPUs (ops/mailboxes.py)."""
+    mailboxes: addresses of those of the GPUs (ops/mailboxes.py)."""
     module = model.module(params)
     batch_size = batch.positions_B.shape[0]
     wants_logprobs = jnp.any(chooser.sampling.has_logprobs_B)
