@@ -168,6 +168,10 @@ CASES = {
             "--optimizer.loss_scale=4294967296,1,1000,2",
         ],
     ),
+    "cautious decay of SGD": (
+        ["--optimizer.cautious_decay=True", "--optimizer.groups=embedding optimizer=sgd"],
+        ["optimizer.cautious_decay=True", "SGD", "--optimizer.cautious_decay=False"],
+    ),
     "parameters to leave out of nothing": (
         ["--checkpoint.start_fresh=head"],
         ["checkpoint.start_fresh=head", "set --checkpoint.start_from, or use --checkpoint.start_fresh="],

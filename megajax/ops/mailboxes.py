@@ -25,7 +25,6 @@ from megajax.mesh.current import manual
 from megajax.mesh.sharding import WEIGHT_AXES, weight_spec
 from megajax.ops.matmul import Weight, matmul
 from megajax.quantization.weights import QuantizedWeight
-from pallas_kernels import mailboxes as kernel
 
 AXIS = "tensor"
 
@@ -34,6 +33,8 @@ class Mailboxes:
     """Memory on each GPU of a mesh, into which the others write."""
 
     def __init__(self, mesh: Mesh):
+        from pallas_kernels import mailboxes as kernel  # not at the top: only Hopper needs it, and it takes time
+
         num_gpus = mesh.shape[AXIS]
         zeros = np.zeros((num_gpus, kernel.mailbox_bytes(num_gpus) // 4), np.uint32)
         self._memory = jax.block_until_ready(jax.device_put(zeros, NamedSharding(mesh, P(AXIS))))
@@ -84,11 +85,13 @@ def once_all_are_ready(x: jax.Array, addresses: jax.Array) -> jax.Array:
 
 def is_summed(shape: Sequence[int], dtype: jnp.dtype) -> bool:
     """Whether mailboxes sum an array here."""
-    return _addresses.get() is not None and dtype == jnp.bfloat16 and kernel.is_exchanged(shape, dtype)
+    return _addresses.get() is not None and dtype == jnp.bfloat16 and _is_exchanged(shape, dtype)
 
 
 def summed(x: jax.Array) -> jax.Array:
     """The sum over AXIS, in a region that is manual over it, of an array that `is_summed`."""
+    from pallas_kernels import mailboxes as kernel
+
     return kernel.all_reduce(x, _rank(), _given_addresses())
 
 
@@ -127,13 +130,21 @@ def gathered(x: jax.Array) -> jax.Array:
     addresses = _addresses.get()
     if addresses is None or x.shape[-1] % len(addresses):
         return x
-    if not kernel.is_exchanged((x.shape[-1] // len(addresses),), x.dtype):
+    if not _is_exchanged((x.shape[-1] // len(addresses),), x.dtype):
         return x
 
     def body(x):
+        from pallas_kernels import mailboxes as kernel
+
         return kernel.all_gather(x, _rank(), _given_addresses())
 
     return manual(body, P(*(None,) * (x.ndim - 1), AXIS), P(), check_vma=False)(x)
+
+
+def _is_exchanged(shape: Sequence[int], dtype: jnp.dtype) -> bool:
+    from pallas_kernels import mailboxes as kernel
+
+    return kernel.is_exchanged(shape, dtype)
 
 
 def _rank() -> jax.Array:

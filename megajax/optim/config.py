@@ -50,6 +50,8 @@ class OptimizerConfig:
     """SGD, Muon: decay of the momentum (0.95 is usual for Muon)."""
     weight_decay: Coefficient = 0.1
     """Decay of weights and embeddings; biases and norm scales decay only if a group says so."""
+    cautious_decay: bool = False
+    """Decay only the numbers that the update moves towards zero anyway; not for SGD."""
     groups: tuple[str, ...] = ()
     """Parameters with another learning rate, decay or update rule: 'PATTERN field=value ...' with the fields
     learning_rate_scale, weight_decay, optimizer; the first match wins."""
@@ -71,8 +73,12 @@ class OptimizerConfig:
     def check(self, run_steps: float) -> None:
         """Raises ValueError for numbers that contradict each other. run_steps: TrainingConfig.full_batch_steps."""
         self.loss_scale_rule.check()
-        for text in self.groups:
-            parse_group(text)
+        groups = [parse_group(text) for text in self.groups]
+        if self.cautious_decay and "sgd" in (self.name, *(group.optimizer for group in groups)):
+            raise ValueError(
+                "optimizer.cautious_decay=True is for updates to which the decay is added, and that of SGD is part of "
+                "its gradient; use another rule, or --optimizer.cautious_decay=False"
+            )
         if self.wsd_decay_steps and not self.schedule.startswith("wsd"):
             raise ValueError(
                 f"optimizer.wsd_decay_steps={self.wsd_decay_steps} has no effect with optimizer.schedule="

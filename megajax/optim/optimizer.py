@@ -12,6 +12,9 @@ scales; parameter groups may change lr and d, see megajax/optim/groups.py):
         m = momentum m + g + d p,  p = p - lr * m
     Muon, for the matrices of layers, AdamW for everything else: megajax/optim/muon.py
 
+With optimizer.cautious_decay (Chen et al. 2025, arXiv 2510.12402) the decay is d p where u p >= 0, u being the update
+before it, and 0 elsewhere: what u moves away from zero does not decay.
+
 A step whose gradient norm (or loss) is not finite, or whose norm is above `skip_grad_norm_above`, changes nothing:
 parameters, moments and the step count of the bias correction are unchanged, bit for bit. This is a select inside the
 same program, so it does not wait for the host.
@@ -61,8 +64,9 @@ class Optimizer:
         names = {rule.optimizer for rule in jax.tree.leaves(self.rules)}
         coupled = names & {"sgd"}
         decoupled = names - {"sgd"}
-        before = [_add_decay(rules, coupled)] if coupled else []
-        after = [_add_decay(rules, decoupled)] if decoupled else []
+        cautious = self.config.cautious_decay
+        before = [_add_decay(rules, coupled, cautious=False)] if coupled else []
+        after = [_add_decay(rules, decoupled, cautious=cautious)] if decoupled else []
         chain = optax.chain(*before, _update_rule(self.config, names, rules), *after)
         return with_moments(chain, self.config.moments, rules)
 
@@ -200,13 +204,18 @@ def _update_rule(config: OptimizerConfig, names: set[str], rules: PyTree) -> opt
     )
 
 
-def _add_decay(rules: PyTree, names: set[str]) -> optax.GradientTransformation:
-    """Adds decay * parameter to the updates of parameters with one of these update rules."""
+def _add_decay(rules: PyTree, names: set[str], *, cautious: bool) -> optax.GradientTransformation:
+    """Adds decay * parameter to the updates of parameters with one of these update rules; cautious: where both have
+    the same sign."""
     decays = jax.tree.map(lambda rule: rule.weight_decay if rule.optimizer in names else 0.0, rules)
     of_decaying = jax.tree.map(lambda decay: decay or optax.MaskedNode(), decays)
 
+    def added(update: jax.Array, param: jax.Array, decay: float) -> jax.Array:
+        decayed = update + decay * param
+        return jnp.where(update * param >= 0, decayed, update) if cautious else decayed
+
     def add(updates: PyTree, params: PyTree) -> PyTree:
-        return jax.tree.map(lambda update, param, decay: update + decay * param, updates, params, of_decaying)
+        return jax.tree.map(added, updates, params, of_decaying)
 
     return optax.masked(optax.stateless(add), jax.tree.map(bool, decays))
 

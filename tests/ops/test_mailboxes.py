@@ -22,6 +22,7 @@ from megajax.ops import mailboxes
 from megajax.ops.embedding import embed
 from megajax.precision import PrecisionConfig
 from megajax.quantization.weights import QuantizedWeight, WeightFormat
+from pallas_kernels import mailboxes as kernel
 
 ADDRESSES = np.array([[7, 0], [9, 0]], np.uint32)
 K, N = 64, 32
@@ -40,8 +41,8 @@ def exchanged(monkeypatch):
         shapes.append(x.shape)
         return lax.all_gather(x, "tensor", axis=x.ndim - 1, tiled=True)
 
-    monkeypatch.setattr(mailboxes.kernel, "all_reduce", all_reduce)
-    monkeypatch.setattr(mailboxes.kernel, "all_gather", all_gather)
+    monkeypatch.setattr(kernel, "all_reduce", all_reduce)
+    monkeypatch.setattr(kernel, "all_gather", all_gather)
     return shapes
 
 

@@ -34,19 +34,25 @@ def to_device(tree, dtype=jnp.float32):
     return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), tree)
 
 
+def numpy_decayed(config, update, param, decays):
+    decayed = decays * config.weight_decay * param
+    return update + (decayed * (update * param >= 0) if config.cautious_decay else decayed)
+
+
 def numpy_adamw(config, grad, param, decays, memory):
     step = memory["step"] = memory.get("step", 0) + 1
     m = memory["m"] = config.betas[0] * memory.get("m", 0.0) + (1 - config.betas[0]) * grad
     v = memory["v"] = config.betas[1] * memory.get("v", 0.0) + (1 - config.betas[1]) * grad**2
     m_hat, v_hat = m / (1 - config.betas[0] ** step), v / (1 - config.betas[1] ** step)
-    return param - LEARNING_RATE * (m_hat / (np.sqrt(v_hat) + config.epsilon) + decays * config.weight_decay * param)
+    update = m_hat / (np.sqrt(v_hat) + config.epsilon)
+    return param - LEARNING_RATE * numpy_decayed(config, update, param, decays)
 
 
 def numpy_lion(config, grad, param, decays, memory):
     m = memory.get("m", 0.0)
     memory["m"] = config.betas[1] * m + (1 - config.betas[1]) * grad
     sign = np.sign(config.betas[0] * m + (1 - config.betas[0]) * grad)
-    return param - LEARNING_RATE * (sign + decays * config.weight_decay * param)
+    return param - LEARNING_RATE * numpy_decayed(config, sign, param, decays)
 
 
 def numpy_sgd(config, grad, param, decays, memory):
@@ -72,10 +78,19 @@ def numpy_run(rule, config, params, all_grads):
     return leaves
 
 
-@pytest.mark.parametrize("name, rule", [("adamw", numpy_adamw), ("lion", numpy_lion), ("sgd", numpy_sgd)])
+@pytest.mark.parametrize(
+    "name, rule, cautious",
+    [
+        ("adamw", numpy_adamw, False),
+        ("adamw", numpy_adamw, True),
+        ("lion", numpy_lion, False),
+        ("lion", numpy_lion, True),
+        ("sgd", numpy_sgd, False),
+    ],
+)
 @pytest.mark.parametrize("clip_norm", [0.0, 1.0])
-def test_update_matches_float64_loop(name, rule, clip_norm):
-    config = OptimizerConfig(name=name, clip_norm=clip_norm)
+def test_update_matches_float64_loop(name, rule, cautious, clip_norm):
+    config = OptimizerConfig(name=name, clip_norm=clip_norm, cautious_decay=cautious)
     all_grads = [random_tree(seed) for seed in range(1, NUM_STEPS + 1)]
     optimizer = Optimizer(config, RECORDS)
     update = jax.jit(optimizer.update)
