@@ -1,14 +1,18 @@
 """Sums and concatenations of arrays of all GPUs of a host, each in one kernel, which may be in any CUDA graph.
 
-Each GPU writes its array into a mailbox on every other GPU, then a flag, waits for the flags of the others, and reads
-what they wrote, as in the "one-shot" all-reduces of other libraries. NCCL's and XLA's own (jaxlib 0.11.2) cannot be in
-a graph with a loop, and XLA's are launched by the host between other kernels.
+Each GPU writes its array into a mailbox on every other GPU, and reads what they wrote into its own, as in the
+"one-shot" all-reduces of other libraries. NCCL's and XLA's own (jaxlib 0.11.2) cannot be in a graph with a loop, and
+XLA's are launched by the host between other kernels.
+
+Of a small array each 4 bytes are written with the number of the round beside them, so that a thread that reads a pair
+knows whether it has come (NCCL's "LL" protocol): one way over NVLink. Of a larger one a block writes all of its part,
+then a flag, and waits for the flags of the others.
 
 A mailbox has two slots for each GPU, used in turn. So a GPU that is ahead never overwrites what another one still
-reads: it writes into a slot again after the flag of the other one for the round in between. An array that is larger
-than a slot takes several rounds. All GPUs have to run the same kernels with the same shapes in the same order, one at a
-time, and to start the first of a program when each has all of it: one that waits, and another one that cannot start
-before, would wait for ever. After a minute of waiting a kernel fails.
+reads: it writes into a slot again after all have written what comes in between. An array that is larger than a slot
+takes several rounds. All GPUs have to run the same kernels with the same shapes in the same order, one at a time, and
+to start the first of a program when each has all of it: one that waits, and another one that cannot start before, would
+wait for ever. After a minute of waiting a kernel fails.
 
 Dimensions: N GPUs.
 """
@@ -26,19 +30,36 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, scf
 
-BLOCKS = 32  # of each kernel: all of them take part in each round, since each has flags and a count of rounds
+MOST_BLOCKS = 128  # each has its own counts of rounds, flags and part of a slot, so not all have to take part
 THREADS = 128
-MOST_UNROLLED = 4
 VECTOR_BYTES = 16
-SLOT_VECTORS = 4096  # of a block
-SLOT_BYTES = BLOCKS * SLOT_VECTORS * VECTOR_BYTES
 FLAG_BYTES = 4
 MOST_WAITING = 15  # times 4.3 s
+
+FEW_VECTORS = MOST_BLOCKS * THREADS  # of a small array: one of a thread
+FEW_SLOT_BYTES = FEW_VECTORS * 2 * VECTOR_BYTES
+
+FEWEST_BLOCKS = 32  # of a larger one
+MOST_UNROLLED = 4
+SLOT_VECTORS = 1024  # of a block
+SLOT_BYTES = MOST_BLOCKS * SLOT_VECTORS * VECTOR_BYTES
+
+
+class _Layout:
+    """Of a mailbox: where its parts begin, in bytes, and its size."""
+
+    def __init__(self, num_gpus: int):
+        self.few_slots = 0
+        self.slots = self.few_slots + 2 * num_gpus * FEW_SLOT_BYTES
+        self.flags = self.slots + 2 * num_gpus * SLOT_BYTES
+        self.count = self.flags + num_gpus * MOST_BLOCKS * FLAG_BYTES
+        self.few_count = self.count + MOST_BLOCKS * FLAG_BYTES
+        self.size = self.few_count + MOST_BLOCKS * FLAG_BYTES
 
 
 def mailbox_bytes(num_gpus: int) -> int:
     """Of each GPU. It has to be zero at first, and nothing else may write to it."""
-    return 2 * num_gpus * SLOT_BYTES + (num_gpus + 1) * BLOCKS * FLAG_BYTES
+    return _Layout(num_gpus).size
 
 
 def in_words(addresses: Sequence[int]) -> np.ndarray:
@@ -74,43 +95,91 @@ def _exchanged(
     """shape: of the result. store: `_store_sum` or the like."""
     if not is_exchanged(x.shape, x.dtype):
         raise ValueError(f"x {x.dtype}{x.shape}: the last dim has to be a multiple of {VECTOR_BYTES} bytes")
-    num_gpus = addresses.shape[0]
     num_vectors = x.size * x.dtype.itemsize // VECTOR_BYTES
+    if num_vectors <= FEW_VECTORS:
+        run = _exchange_few
+        blocks = -(-num_vectors // THREADS)
+    else:
+        run = _exchange
+        blocks = min(max(-(-num_vectors // (THREADS * MOST_UNROLLED)), FEWEST_BLOCKS), MOST_BLOCKS)
+    exchange = functools.partial(run, addresses.shape[0], num_vectors, blocks, store)
 
     def body(x_ref, table_ref, out_ref):
-        exchange = functools.partial(_exchange, num_gpus, num_vectors, store)
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3)(exchange)(x_ref, table_ref, out_ref)
 
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(shape, x.dtype),
-        grid=(BLOCKS,),
+        grid=(blocks,),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
-    )(x, jnp.concatenate([rank[None], addresses.reshape(-1)]))
+    )(x, jnp.concatenate([rank[None], addresses[rank], addresses.reshape(-1)]))
 
 
 # ---------------------------------------------------------------------- what a thread does, in MLIR
 
 
-def _exchange(num_gpus: int, num_vectors: int, store: Callable, _, x_ref, table_ref, out_ref) -> None:
-    block_vectors = -(-num_vectors // BLOCKS)
+def _exchange_few(
+    num_gpus: int, num_vectors: int, blocks: int, store: Callable, _, x_ref, table_ref, out_ref
+) -> None:  # fmt: skip
+    layout = _Layout(num_gpus)
+    thread = _wide(gpu.thread_id(gpu.Dimension.x))
+    block = _wide(gpu.block_id(gpu.Dimension.x))
+    x, table, out = (llvm.ptrtoint(_i64(), utils.memref_ptr(ref)) for ref in (x_ref, table_ref, out_ref))
+    rank = arith.extui(_i64(), _loaded(_i32(), table))
+    own = _address(table, _number(-1))
+    mailboxes = [_address(table, _number(number)) for number in range(num_gpus)]
+    count = _sum(own, _number(layout.few_count), arith.muli(block, _number(FLAG_BYTES)))
+    epoch = _sum(_loaded(_i32(), count), _number(1, _i32()))
+    # The last vector takes the place of those beyond the end.
+    vector = arith.minui(_sum(arith.muli(block, _number(THREADS)), thread), _number(num_vectors - 1))
+    value = _loaded(_vector(), _sum(x, arith.muli(vector, _number(VECTOR_BYTES))), VECTOR_BYTES)
+    turn = arith.muli(arith.extui(_i64(), arith.andi(epoch, _number(1, _i32()))), _number(num_gpus * FEW_SLOT_BYTES))
+    place = _sum(_number(layout.few_slots), turn, arith.muli(vector, _number(2 * VECTOR_BYTES)))
+
+    words = [llvm.extractelement(value, _number(number, _i32())) for number in range(4)]
+    for mailbox in mailboxes:
+        slot = _sum(mailbox, place, arith.muli(rank, _number(FEW_SLOT_BYTES)))
+        _store_pairs(slot, words[:2], epoch)
+        _store_pairs(_sum(slot, _number(VECTOR_BYTES)), words[2:], epoch)
+    gpu.barrier()  # all threads have the count
+    with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, thread, _number(0))):
+        llvm.store(epoch, _at(count), alignment=FLAG_BYTES)
+
+    def read() -> tuple[Any, list]:
+        found = []
+        is_missing = _number(0, ir.IntegerType.get_signless(1))
+        for number in range(2 * num_gpus):
+            start = number // 2 * FEW_SLOT_BYTES + number % 2 * VECTOR_BYTES
+            *pair, one, other = _loaded_pairs(_sum(own, place, _number(start)))
+            found += pair
+            for flag in (one, other):
+                is_missing = arith.ori(is_missing, arith.cmpi(arith.CmpIPredicate.ne, flag, epoch))
+        return is_missing, found
+
+    found = _wait_while(read, [_i32()] * (4 * num_gpus))
+    store(out, vector, [_joined(found[4 * number : 4 * number + 4]) for number in range(num_gpus)])
+
+
+def _exchange(
+    num_gpus: int, num_vectors: int, blocks: int, store: Callable, _, x_ref, table_ref, out_ref
+) -> None:  # fmt: skip
+    layout = _Layout(num_gpus)
+    block_vectors = -(-num_vectors // blocks)
     num_rounds = -(-block_vectors // SLOT_VECTORS)
     round_vectors = -(-block_vectors // num_rounds)
     thread = _wide(gpu.thread_id(gpu.Dimension.x))
     block = _wide(gpu.block_id(gpu.Dimension.x))
     x, table, out = (llvm.ptrtoint(_i64(), utils.memref_ptr(ref)) for ref in (x_ref, table_ref, out_ref))
     rank = arith.extui(_i64(), _loaded(_i32(), table))
+    own = _address(table, _number(-1))
     mailboxes = [_address(table, _number(number)) for number in range(num_gpus)]
     is_other = [arith.cmpi(arith.CmpIPredicate.ne, rank, _number(number)) for number in range(num_gpus)]
-    own = mailboxes[0]
-    for mailbox, other in zip(mailboxes[1:], is_other[1:], strict=True):
-        own = arith.select(other, own, mailbox)
     of_block = arith.muli(block, _number(FLAG_BYTES))
-    flags = _sum(_number(2 * num_gpus * SLOT_BYTES), of_block)  # in a mailbox: of each GPU, then the count
-    count = _sum(own, flags, _number(num_gpus * BLOCKS * FLAG_BYTES))
+    flags = _sum(_number(layout.flags), of_block)  # in a mailbox: of each GPU
+    count = _sum(own, _number(layout.count), of_block)
     before = _loaded(_i32(), count)
     end_of_block = arith.minui(arith.muli(_sum(block, _number(1)), _number(block_vectors)), _number(num_vectors))
 
@@ -120,9 +189,8 @@ def _exchange(num_gpus: int, num_vectors: int, store: Callable, _, x_ref, table_
         first = _sum(arith.muli(block, _number(block_vectors)), arith.muli(number, _number(round_vectors)))
         end = arith.minui(_sum(first, _number(round_vectors)), end_of_block)
         # Where the vectors of this round are in a slot, counted from the first of all vectors.
-        slots = _sum(
-            turn, arith.muli(arith.subi(arith.muli(block, _number(SLOT_VECTORS)), first), _number(VECTOR_BYTES))
-        )
+        in_slot = arith.muli(arith.subi(arith.muli(block, _number(SLOT_VECTORS)), first), _number(VECTOR_BYTES))
+        slots = _sum(_number(layout.slots), turn, in_slot)
         vectors = functools.partial(_vectors, first, end, thread, round_vectors)
 
         for group in vectors():
@@ -136,8 +204,8 @@ def _exchange(num_gpus: int, num_vectors: int, store: Callable, _, x_ref, table_
         # A thread for each of the others.
         is_one = arith.cmpi(arith.CmpIPredicate.ult, thread, _number(num_gpus))
         with mgpu.when(arith.andi(is_one, arith.cmpi(arith.CmpIPredicate.ne, thread, rank))):
-            _set_flag(_sum(_address(table, thread), flags, arith.muli(rank, _number(BLOCKS * FLAG_BYTES))), epoch)
-            _wait_for(_sum(own, flags, arith.muli(thread, _number(BLOCKS * FLAG_BYTES))), epoch)
+            _set_flag(_sum(_address(table, thread), flags, arith.muli(rank, _number(MOST_BLOCKS * FLAG_BYTES))), epoch)
+            _wait_for(_sum(own, flags, arith.muli(thread, _number(MOST_BLOCKS * FLAG_BYTES))), epoch)
         gpu.barrier()
         for group in vectors():
             for vector, offset in group:
@@ -183,16 +251,47 @@ def _set_flag(address, epoch) -> None:
 
 def _wait_for(address, epoch) -> None:
     """Until the flag is that of this round, or of the next one."""
-    start = _time()
-    loop = scf.WhileOp([], [])
-    with ir.InsertionPoint(loop.before.blocks.append()):
+
+    def read() -> tuple[Any, list]:
         flag = _assembly("ld.acquire.sys.global.u32 $0, [$1];", "=r,l,~{memory}", [address], _i32())
-        scf.condition(arith.cmpi(arith.CmpIPredicate.slt, arith.subi(flag, epoch), _number(0, _i32())), [])
-    with ir.InsertionPoint(loop.after.blocks.append()):
+        return arith.cmpi(arith.CmpIPredicate.slt, arith.subi(flag, epoch), _number(0, _i32())), []
+
+    _wait_while(read, [])
+
+
+def _wait_while(read: Callable[[], tuple[Any, list]], kinds: list) -> list:
+    """Calls read -> (whether to call it again, values of these kinds) until it has what was waited for: the values."""
+    start = _time()
+    loop = scf.WhileOp(kinds, [])
+    with ir.InsertionPoint(loop.before.blocks.append()):
+        again, values = read()
+        scf.condition(again, values)
+    with ir.InsertionPoint(loop.after.blocks.append(*kinds)):
         waited = arith.subi(_time(), start)
         with mgpu.when(arith.cmpi(arith.CmpIPredicate.ugt, waited, _number(MOST_WAITING, _i32()))):
             _assembly("trap;", "", [])
         scf.yield_([])
+    return list(loop.results)
+
+
+def _store_pairs(address, words: list, epoch) -> None:
+    """Two words, each with the number of the round beside it: both of a pair arrive at once."""
+    _assembly("st.volatile.global.v4.u32 [$0], {$1, $3, $2, $3};", "l,r,r,r,~{memory}", [address, *words, epoch])
+
+
+def _loaded_pairs(address) -> list:
+    """-> two words, and the numbers beside them."""
+    kind = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
+    text = "ld.volatile.global.v4.u32 {$0, $1, $2, $3}, [$4];"
+    found = _assembly(text, "=r,=r,=r,=r,l,~{memory}", [address], kind)
+    return [llvm.extractvalue(_i32(), found, [number]) for number in (0, 2, 1, 3)]
+
+
+def _joined(words: list):
+    vector = llvm.mlir_undef(_vector())
+    for number, word in enumerate(words):
+        vector = llvm.insertelement(vector, word, _number(number, _i32()))
+    return vector
 
 
 def _time():
@@ -217,8 +316,8 @@ class _loop:
 
 
 def _address(table, number):
-    """Of the mailbox of a GPU. table: the number of this GPU, and two words of each address."""
-    words = _sum(table, _number(4), arith.muli(number, _number(8)))
+    """Of the mailbox of a GPU, -1: this one. table: the number of this GPU, and two words of each address."""
+    words = _sum(table, _number(12), arith.muli(number, _number(8)))
     low, high = (arith.extui(_i64(), _loaded(_i32(), _sum(words, _number(4 * half)))) for half in range(2))
     return arith.ori(low, arith.shli(high, _number(32)))
 

@@ -1,7 +1,7 @@
-"""vLLM as the peer of the engine on one GPU: the recipe's model with random weights, in bf16, greedy.
+"""vLLM as the peer of the engine on one GPU or several: the recipe's model with random weights, in bf16, greedy.
 
     python -m benchmarks.peers.vllm_decode --config=llama3_8b [--batch=1,32,128] [--requests=256] [--rate=8,20,32]
-        [--quantization=fp8] [--kv_cache_dtype=fp8]
+        [--quantization=fp8] [--kv_cache_dtype=fp8] [--gpus=2]
 
 Prints a line of JSON when it is ready, for each batch (1,024 prompt and 256 new tokens), and for the requests of
 benchmarks/requests.py: all at once, and as they arrive.
@@ -31,8 +31,8 @@ SETTINGS = {
 
 
 class Peer:
-    def __init__(self, config, **given: str):
-        """config: of the model. given: options of vLLM."""
+    def __init__(self, config, num_gpus: int, **given: str):
+        """config: of the model. num_gpus: that split its matrices. given: options of vLLM."""
         os.environ |= SETTINGS
         from vllm import LLM
 
@@ -47,6 +47,7 @@ class Peer:
                 dtype="bfloat16",
                 max_model_len=MAX_LENGTH,
                 max_num_seqs=256,
+                tensor_parallel_size=num_gpus,
                 kernel_config={"enable_flashinfer_autotune": False},
                 **given,
             )
@@ -105,7 +106,7 @@ class Peer:
 def main(arguments: list[str]) -> None:
     formats = {"quantization": "", "kv_cache_dtype": "auto"}
     values, overrides = split(
-        arguments, {"config": "", "batch": "1,32,128", "requests": "256", "rate": "8,20,32"} | formats
+        arguments, {"config": "", "batch": "1,32,128", "requests": "256", "rate": "8,20,32", "gpus": "1"} | formats
     )
     config = read_config(values["config"], overrides)
 
@@ -113,7 +114,7 @@ def main(arguments: list[str]) -> None:
         print(json.dumps({"peer": "vllm"} | result), flush=True)
 
     start = time.perf_counter()
-    peer = Peer(config.model, **{name: values[name] for name in formats if values[name]})
+    peer = Peer(config.model, int(values["gpus"]), **{name: values[name] for name in formats if values[name]})
     show({"ready_seconds": time.perf_counter() - start})
     for batch_size in filter(None, values["batch"].split(",")):
         show(peer.decoding(int(batch_size)))

@@ -20,7 +20,7 @@ from megajax.layers.loops import Loop, loops_of
 from megajax.layers.rows import split_rows, unstack
 from megajax.layers.stacked import build_stacked, graphdef, rows_of_kind, structure
 from megajax.layers.transform import Transform, computing, current_transforms
-from megajax.ops.mailboxes import exchanging
+from megajax.mesh.current import exchanging
 from megajax.parallel.schedule import Stages
 from megajax.parameters import LAYER_AXES, is_per_layer
 

@@ -5,8 +5,10 @@ of its axes (a pipeline stage) XLA partitions only the others: the free axes. Wi
 device, and every axis has size 1.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
@@ -63,3 +65,22 @@ def manual(body: Callable, in_specs, out_specs, *, check_vma: bool = True) -> Ca
 def _mesh() -> AbstractMesh:
     mesh = jax.sharding.get_abstract_mesh()
     return _ONE_DEVICE if mesh.empty else mesh
+
+
+_addresses: ContextVar[jax.Array | None] = ContextVar("addresses of mailboxes", default=None)
+
+
+def mailbox_addresses() -> jax.Array | None:
+    """Of the GPUs of the mesh, if what is traced here sums in mailboxes (ops/mailboxes.py)."""
+    return _addresses.get()
+
+
+@contextlib.contextmanager
+def exchanging(addresses: jax.Array | None) -> Iterator[None]:
+    """What is traced within uses these mailboxes, unless addresses is None. Sequences are then on all GPUs as a whole:
+    a sum that leaves each of them a part would be followed by a gather."""
+    token = _addresses.set(addresses)
+    try:
+        yield
+    finally:
+        _addresses.reset(token)

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.mesh import compat
-from megajax.mesh.current import free_axes, has_mesh, manual
+from megajax.mesh.current import free_axes, has_mesh, mailbox_addresses, manual
 
 BATCH_AXES = ("data", "fsdp", "expert")
 TIME_AXES = ("context",)  # split the sequence everywhere
@@ -126,7 +126,8 @@ def activation_spec(shape: Sequence[int], axes: Sequence[str | None]) -> P:
     spec = []
     for dim, axis in zip(shape, axes, strict=True):
         kept: tuple[str, ...] = ()
-        for name in ACTIVATION_AXES[axis]:
+        is_whole = axis == "sequence" and mailbox_addresses() is not None
+        for name in ACTIVATION_AXES["time" if is_whole else axis]:
             if name in sizes and dim % (math.prod(sizes[k] for k in kept) * sizes[name]) == 0:
                 kept += (name,)
         spec.append(entry_of(kept))

@@ -5,7 +5,8 @@ Rows are sorted by group, and `sizes` says how many each group has; rows after t
 
 Each device has its own rows (parallel/expert.py) and the matrices of its experts. `tensor` splits the width of rows,
 both outside the experts ("embed") and inside ("mlp"): "embed" is gathered before a product that contracts it, and a
-product that results in "embed" is reduce-scattered. Matrices are gathered over the axes that share the weights.
+product that results in "embed" is reduce-scattered. In a region that is manual over `tensor` the "embed" of rows is
+whole, and such a product is left to be summed. Matrices are gathered over the axes that share the weights.
 
 On Hopper our kernel computes the products of a device (pallas_kernels/grouped_matmul), elsewhere a loop over tiles
 (ops/grouped_tiles.py). Both have the same three functions.
@@ -99,12 +100,13 @@ def _specs(axes, num_weights):
 
 def _forward(rows_RK, weights, sizes_E, options):
     axes, _ = options
+    is_split = _are_split(axes)
     given, result = _specs(axes, len(weights))
 
     def body(rows_RK, weights, sizes_E):
         matrices = _gathered(weights, rows_RK.dtype, axes)
-        out_RWN = _products(matrices[0]).forward(_whole(rows_RK, axes[0]), matrices, sizes_E)
-        return _split(_varying(out_RWN, rows_RK, matrices), axes[1])
+        out_RWN = _products(matrices[0]).forward(_whole(rows_RK, is_split[0]), matrices, sizes_E)
+        return _split(_varying(out_RWN, rows_RK, matrices), is_split[1])
 
     return manual(body, given, result)(rows_RK, weights, sizes_E), (rows_RK, weights, sizes_E)
 
@@ -112,18 +114,19 @@ def _forward(rows_RK, weights, sizes_E, options):
 def _backward(options, residuals, d_out_RWN):
     rows_RK, weights, sizes_E = residuals
     axes, is_wide = options
+    is_split = _are_split(axes)
     given, result = _specs(axes, len(weights))
 
     def body(rows_RK, weights, sizes_E, d_out_RWN):
-        d_out_RWN = _whole(d_out_RWN, axes[1])
+        d_out_RWN = _whole(d_out_RWN, is_split[1])
         matrices = _gathered(weights, rows_RK.dtype, axes)
         products = _products(matrices[0])
         d_rows_RK = _varying(products.input_gradient(d_out_RWN, matrices, sizes_E), d_out_RWN, matrices)
         dtype = jnp.float32 if is_wide else rows_RK.dtype
-        rows_RK = _whole(rows_RK, axes[0])
+        rows_RK = _whole(rows_RK, is_split[0])
         d_matrices = products.weight_gradient(rows_RK, d_out_RWN, sizes_E, dtype=dtype)
         d_matrices = _varying(d_matrices, rows_RK, d_out_RWN)
-        return _split(d_rows_RK, axes[0]), tuple(_reduced(d, axes) for d in d_matrices)
+        return _split(d_rows_RK, is_split[0]), tuple(_reduced(d, axes) for d in d_matrices)
 
     run = manual(body, (*given, result), given[:2])
     d_rows_RK, d_weights = run(rows_RK, weights, sizes_E, d_out_RWN)
@@ -139,12 +142,17 @@ def _varying(results, *operands):
     return compat.vary(results, axes)
 
 
-def _whole(rows, axis: str):
-    return lax.all_gather(rows, TENSOR, axis=rows.ndim - 1, tiled=True) if axis == "embed" else rows
+def _are_split(axes: Sequence[str]) -> list[bool]:
+    """Of rows with each of these axes: whether `tensor` splits their width, which a product needs, or gives, whole."""
+    return [axis == "embed" and TENSOR in free_axes() for axis in axes]
 
 
-def _split(rows, axis: str):
-    return lax.psum_scatter(rows, TENSOR, scatter_dimension=rows.ndim - 1, tiled=True) if axis == "embed" else rows
+def _whole(rows, is_split: bool):
+    return lax.all_gather(rows, TENSOR, axis=rows.ndim - 1, tiled=True) if is_split else rows
+
+
+def _split(rows, is_split: bool):
+    return lax.psum_scatter(rows, TENSOR, scatter_dimension=rows.ndim - 1, tiled=True) if is_split else rows
 
 
 def _shared_dim(axes) -> int:

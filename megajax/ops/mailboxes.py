@@ -5,12 +5,11 @@ XLA does them by itself wherever this file is not asked. But what XLA takes for 
 (jaxlib 0.11.2), so that a decoding step is not one CUDA graph, and the host waits until it is done.
 """
 
-import contextlib
 import dataclasses
 import itertools
+import math
 import os
-from collections.abc import Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.mesh import compat
-from megajax.mesh.current import manual
+from megajax.mesh.current import axis_size, free_axes, mailbox_addresses, manual
 from megajax.mesh.sharding import WEIGHT_AXES, weight_spec
 from megajax.ops.matmul import Weight, matmul
 from megajax.quantization.weights import QuantizedWeight
@@ -62,19 +61,6 @@ def problem(mesh: Mesh, dtype: jnp.dtype) -> str:
     return "" if unreached is None else "{} cannot access the memory of {}".format(*unreached)
 
 
-_addresses: ContextVar[jax.Array | None] = ContextVar("addresses of mailboxes", default=None)
-
-
-@contextlib.contextmanager
-def exchanging(addresses: jax.Array | None) -> Iterator[None]:
-    """What is traced within uses mailboxes, unless addresses is None: those of the Mailboxes."""
-    token = _addresses.set(addresses)
-    try:
-        yield
-    finally:
-        _addresses.reset(token)
-
-
 def once_all_are_ready(x: jax.Array, addresses: jax.Array) -> jax.Array:
     """x, after a sum by XLA over the GPUs. In a program with one, XLA makes all of its CUDA graphs on all GPUs before
     any of them runs: a GPU that waited for another one, whose graph is still made, could wait for ever."""
@@ -85,7 +71,7 @@ def once_all_are_ready(x: jax.Array, addresses: jax.Array) -> jax.Array:
 
 def is_summed(shape: Sequence[int], dtype: jnp.dtype) -> bool:
     """Whether mailboxes sum an array here."""
-    return _addresses.get() is not None and dtype == jnp.bfloat16 and _is_exchanged(shape, dtype)
+    return mailbox_addresses() is not None and dtype == jnp.bfloat16 and _is_exchanged(shape, dtype)
 
 
 def summed(x: jax.Array) -> jax.Array:
@@ -95,20 +81,36 @@ def summed(x: jax.Array) -> jax.Array:
     return kernel.all_reduce(x, _rank(), _given_addresses())
 
 
+def summed_over_parts(
+    body: Callable[[Any, list], jax.Array], whole: Any, weights: Sequence[Any], axes: Sequence[Sequence[str]]
+) -> jax.Array:  # fmt: skip
+    """body(whole, weights), which is a sum over the dims of the weights that AXIS splits.
+
+    If that is the only axis, each GPU computes it from its part of the weights, and the results are summed, by XLA
+    where there are no mailboxes. whole: arrays that all GPUs have. axes: the logical axes of each weight.
+    """
+    of_others = math.prod(size for axis, size in free_axes().items() if axis != AXIS)
+    if axis_size(AXIS) == 1 or of_others > 1 or not all(isinstance(w, jax.Array) for w in weights):
+        return body(whole, list(weights))
+    specs = [weight_spec(each) for each in axes]
+    # check_vma: it does not know that the result is the same on all GPUs.
+    run = manual(lambda whole, weights: _sum(body(whole, weights)), (P(), specs), P(), check_vma=False)
+    return run(whole, list(weights))
+
+
 def summed_matmul(x: jax.Array, w: Weight, num_contracted: int, axes: Sequence[str]) -> jax.Array:
     """matmul (ops/matmul.py) by a weight with these logical axes."""
     is_split = any(AXIS in WEIGHT_AXES[axis] for axis in axes[:num_contracted])
-    spec = _spec(w, num_contracted, axes) if is_split and _addresses.get() is not None else None
+    spec = _spec(w, num_contracted, axes) if is_split and mailbox_addresses() is not None else None
     if spec is None:
         return matmul(x, w, num_contracted)
 
-    def body(x, w):
-        y = matmul(x, w, num_contracted)
-        return summed(y) if is_summed(y.shape, y.dtype) else lax.psum(y, AXIS)
-
     x_spec = P(*(None,) * (x.ndim - num_contracted), *weight_spec(axes)[:num_contracted])
-    # check_vma: it does not know that the result is the same on all GPUs.
-    return manual(body, (x_spec, spec), P(), check_vma=False)(x, w)
+    return manual(lambda x, w: _sum(matmul(x, w, num_contracted)), (x_spec, spec), P(), check_vma=False)(x, w)
+
+
+def _sum(y: jax.Array) -> jax.Array:
+    return summed(y) if is_summed(y.shape, y.dtype) else lax.psum(y, AXIS)
 
 
 def _spec(w: Weight, num_contracted: int, axes: Sequence[str]) -> Any:
@@ -127,7 +129,7 @@ def _spec(w: Weight, num_contracted: int, axes: Sequence[str]) -> Any:
 
 def gathered(x: jax.Array) -> jax.Array:
     """An array whose last dim AXIS splits, whole on all GPUs if they have mailboxes; unchanged if not."""
-    addresses = _addresses.get()
+    addresses = mailbox_addresses()
     if addresses is None or x.shape[-1] % len(addresses):
         return x
     if not _is_exchanged((x.shape[-1] // len(addresses),), x.dtype):
@@ -152,6 +154,6 @@ def _rank() -> jax.Array:
 
 
 def _given_addresses() -> jax.Array:
-    addresses = _addresses.get()
+    addresses = mailbox_addresses()
     assert addresses is not None
     return addresses

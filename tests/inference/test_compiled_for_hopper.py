@@ -165,6 +165,8 @@ from megajax.inference.device.packing import num_words
 from megajax.inference.device.programs import Rows
 from megajax.inference.device.weights import _quantizer, FORMATS
 from megajax.layers.attention.kv_cache import PoolSizes
+from megajax.layers.feed_forward.moe import MoeConfig
+from megajax.layers.feed_forward.router import RouterConfig
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.mesh.lowering import Job, Unlowered
 from megajax.models.decoder import DecoderConfig
@@ -173,12 +175,14 @@ from megajax.parameters import PerLayer, is_per_layer
 from megajax.planning.plan import devices_without_gpu, plan_device
 
 mesh = make_mesh(MeshConfig(tensor=2), devices_without_gpu(2, plan_device("h100")))
-model = Model(DecoderConfig(
+dense = DecoderConfig(
     num_layers=2, embed_dim=4096, mlp_dim=14336, vocab_size=128256, position="rope", norm="rmsnorm",
     activation="swiglu", biases=(), tied_embeddings=False, num_heads=32, num_kv_heads=8,
-))
+)
+experts = MoeConfig(num_experts=128, expert_dim=768, router=RouterConfig(top_k=8))
+mixture = dataclasses.replace(dense, embed_dim=2048, head_dim=128, num_kv_heads=4, moe=experts)
 sizes = PoolSizes(256, 64, 128, jnp.dtype(jnp.bfloat16))
-batches = Batches(sizes, Shapes.of(sizes, 4096, 2048, True, mixes=True), model.config.vocab_size, adapters=[])
+batches = Batches(sizes, Shapes.of(sizes, 4096, 2048, True, mixes=True), dense.vocab_size, adapters=[])
 
 def on_mesh(a, spec):
     return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh.abstract_mesh, spec))
@@ -199,33 +203,65 @@ def in_float8(node, record):
     one = jax.tree.map(lambda a, sharding: on_mesh(a, sharding.spec), found, compiled.output_shardings)
     return PerLayer((one,) * len(node.arrays))
 
-new_pages = functools.partial(model.config.new_pages, sizes, model.execution)
-with jax.set_mesh(mesh):
-    pages = jax.jit(new_pages).lower().compile().output_shardings
-caches = jax.tree.map(lambda a, sharding: on_mesh(a, sharding.spec), jax.eval_shape(new_pages), pages)
-rows = jax.tree.map(lambda a: on_mesh(a, P()), jax.eval_shape(lambda: Rows.zeros(sizes.num_rows, 128256)))
-leaves = model.cast_weights(model.precision.compute_dtype), model.records, model.shardings(mesh)
-matrices = jax.tree.map(weight, *leaves)
-levels = jax.tree.map(in_float8, matrices, model.records, is_leaf=is_per_layer)
-for name, params, num_rows in (("bfloat16", matrices, 2), ("bfloat16", matrices, 64), ("float8", levels, 64)):
-    batch, chooser = batches.empty_decode(*batches.shapes.fitting_decode(num_rows, 1))
-    mask = on_mesh(chooser.mask_BW, P())
-    like = (batch, chooser._replace(mask_BW=executor.NO_MASK), np.int32(1), np.zeros((2, 2), np.uint32))
-    function = functools.partial(executor._decode, model, 128256, sizes, 4, like)
-    words = on_mesh(jax.ShapeDtypeStruct((num_words(like),), jnp.uint32), P())
-    source = Unlowered(function, (params, caches, rows, words, mask), mesh, donated=(1, 2), out_shardings=None)
+def without_mask(call):
+    return call._replace(chooser=call.chooser._replace(mask_BW=executor.NO_MASK))
+
+def say(name, model, params, function, host, masks, options):
+    new_pages = functools.partial(model.config.new_pages, sizes, model.execution)
+    with jax.set_mesh(mesh):
+        pages = jax.jit(new_pages).lower().compile().output_shardings
+    caches = jax.tree.map(lambda a, sharding: on_mesh(a, sharding.spec), jax.eval_shape(new_pages), pages)
+    rows = jax.tree.map(lambda a: on_mesh(a, P()), jax.eval_shape(lambda: Rows.zeros(sizes.num_rows, 128256)))
+    words = on_mesh(jax.ShapeDtypeStruct((num_words(host),), jnp.uint32), P())
+    arguments = (params, caches, rows, words, *masks)
+    source = Unlowered(function, arguments, mesh, donated=(1, 2), out_shardings=None)
     dump = tempfile.mkdtemp()
-    options = executor.decode_options(model, params, mesh, num_rows, has_mailboxes=True) | {"xla_dump_to": dump}
-    compiled = source.lower_exported(*Job.of(source).export()).compile(compiler_options=options)
+    lowered = source.lower_exported(*Job.of(source).export())
+    compiled = lowered.compile(compiler_options=options | {"xla_dump_to": dump})
     thunks = next(Path(dump).glob("*thunk_sequence_after_thunk_passes*")).read_text().splitlines()
-    outermost = [line for line in thunks if line[:1].isdigit()]
+    outermost = [line.split()[1] for line in thunks if line[:1].isdigit()]
     collectives = re.findall(r" (all-[a-z]+|reduce-scatter|collective-permute)(?:-start)?[(]", compiled.as_text())
-    print(name, num_rows, outermost[-1].split()[1], len([line for line in outermost if "kWhile" in line]), collectives)
+    print(name, *outermost[-1:], outermost.count("kWhile"), collectives)
+
+def decode(name, config, format, num_rows):
+    model, params = weights(config, format)
+    batch, chooser = batches.empty_decode(*batches.shapes.fitting_decode(num_rows, 1))
+    host = (batch, chooser._replace(mask_BW=executor.NO_MASK), np.int32(1), addresses)
+    function = functools.partial(executor._decode, model, 128256, sizes, 4, host)
+    options = executor.decode_options(model, params, mesh, num_rows, has_mailboxes=True)
+    say(name, model, params, function, host, (on_mesh(chooser.mask_BW, P()),), options)
+
+def prefill(name, config, num_tokens):
+    model, params = weights(config, "bfloat16")
+    batch, chooser, beside = batches.empty_prefill(*batches.shapes.fitting_prefill(num_tokens, 8, 64))
+    masks = (on_mesh(chooser.mask_BW, P()), on_mesh(beside.chooser.mask_BW, P()))
+    host = (batch, chooser._replace(mask_BW=executor.NO_MASK), without_mask(beside), np.bool_(False), addresses)
+    function = functools.partial(executor._prefill, model, 128256, sizes, host)
+    options = executor.prefill_options(params, mesh, len(batch.tokens_T), has_mailboxes=True)
+    say(name, model, params, function, host, (*masks, None), options)
+
+def weights(config, format):
+    model = Model(config)
+    leaves = model.cast_weights(model.precision.compute_dtype), model.records, model.shardings(mesh)
+    params = jax.tree.map(weight, *leaves)
+    if format == "float8":
+        params = jax.tree.map(in_float8, params, model.records, is_leaf=is_per_layer)
+    return model, params
+
+addresses = np.zeros((2, 2), np.uint32)
+decode("decode bfloat16 2", dense, "bfloat16", 2)
+decode("decode bfloat16 64", dense, "bfloat16", 64)
+decode("decode float8 64", dense, "float8", 64)
+decode("decode mixture 2", mixture, "bfloat16", 2)
+decode("decode mixture 128", mixture, "bfloat16", 128)
+prefill("prompts", dense, 128)
+prefill("prompts mixture", mixture, 896)
 """
 
 
 @pytest.mark.cuda_wheels
-def test_several_gpus_decode_in_one_graph_with_no_collective_of_xla_in_its_loop(compile_for_hopper):
-    """The only one is before the loop, and there for the order in which graphs are made and run."""
-    programs = "bfloat16 2", "bfloat16 64", "float8 64"
-    assert compile_for_hopper(SEVERAL_GPUS) == [f"{name} kCommandBuffer 0 ['all-reduce']" for name in programs]
+def test_programs_of_several_gpus_are_one_graph_after_the_only_collective_of_xla(compile_for_hopper):
+    """The collective is there for the order in which graphs are made and run."""
+    decode = "bfloat16 2", "bfloat16 64", "float8 64", "mixture 2", "mixture 128"
+    names = [f"decode {name}" for name in decode] + ["prompts", "prompts mixture"]
+    assert compile_for_hopper(SEVERAL_GPUS) == [f"{name} kCommandBuffer 0 ['all-reduce']" for name in names]

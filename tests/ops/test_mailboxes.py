@@ -1,6 +1,7 @@
 """Sums and gathers over the tensor axis in mailboxes, with XLA's in the place of the kernels, which need GPUs
 (tests/gpu/test_mailboxes.py): products, the embedding, and the tokens of an engine."""
 
+import dataclasses
 import functools
 import itertools
 from types import SimpleNamespace
@@ -16,6 +17,8 @@ from jax.sharding import PartitionSpec as P
 from megajax.inference.device import executor
 from megajax.inference.engine import Engine, ServingConfig
 from megajax.inference.tokens.sampling import Sampling
+from megajax.layers.feed_forward.moe import MoeConfig
+from megajax.mesh.current import exchanging
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.ops import mailboxes
@@ -70,7 +73,7 @@ def test_products_are_summed_in_mailboxes_unless_whole_rows_are_rounded(
 ):
     x = jax.random.normal(jax.random.key(0), (rows, 1, K), jnp.bfloat16)
     w = weight(kind)
-    with jax.set_mesh(make_test_mesh(tensor=2)), mailboxes.exchanging(ADDRESSES):
+    with jax.set_mesh(make_test_mesh(tensor=2)), exchanging(ADDRESSES):
         found = jax.jit(lambda x, w: mailboxes.summed_matmul(x, w, 1, ("mlp", "embed")))(x, w)
         jax.jit(lambda x, w: mailboxes.summed_matmul(x, w, 1, ("embed", "mlp")))(x, w)  # no sum
     assert exchanged == [(rows, 1, N)] * is_exchanged
@@ -93,7 +96,7 @@ def test_gathers_and_embeddings(exchanged, make_test_mesh):
     x = jax.device_put(np.arange(3 * K, dtype=np.float32).reshape(3, K), NamedSharding(mesh, P(None, "tensor")))
     table = jax.random.normal(jax.random.key(2), (10, K), jnp.bfloat16)
     tokens = np.array([[1], [9], [4]], np.int32)
-    with jax.set_mesh(mesh), mailboxes.exchanging(ADDRESSES):
+    with jax.set_mesh(mesh), exchanging(ADDRESSES):
         whole = jax.jit(mailboxes.gathered)(x)
         rows = jax.jit(functools.partial(embed, dtype=jnp.bfloat16))(table, tokens)
     assert exchanged == [(3, K // 2), (1, 3, 1, K)]
@@ -102,15 +105,19 @@ def test_gathers_and_embeddings(exchanged, make_test_mesh):
     np.testing.assert_array_equal(rows[:, 0], table[tokens[:, 0]])
 
 
-CONFIG = DecoderConfig(num_layers=2, embed_dim=64, num_heads=4, head_dim=16, num_kv_heads=2, mlp_dim=128,
-                       vocab_size=200, position="rope", activation="swiglu", biases=())  # fmt: skip
+DENSE = DecoderConfig(num_layers=2, embed_dim=64, num_heads=4, head_dim=16, num_kv_heads=2, mlp_dim=128,
+                      vocab_size=200, position="rope", activation="swiglu", biases=())  # fmt: skip
+MIXTURE = dataclasses.replace(DENSE, moe=MoeConfig(num_experts=4, expert_dim=32, shared_dim=32))
 SERVING = ServingConfig(max_rows=2, max_batch_tokens=16, num_pages=8)
 
 
-def test_an_engine_generates_the_same_with_mailboxes_as_without(exchanged, make_test_mesh, monkeypatch, caplog):
+@pytest.mark.parametrize(("config", "sums_of_a_layer"), [(DENSE, 2), (MIXTURE, 3)])
+def test_an_engine_generates_the_same_with_mailboxes_as_without(
+    config, sums_of_a_layer, exchanged, make_test_mesh, monkeypatch, caplog
+):
     """In one process and with the same shapes, so what is traced once for one of them must not be used by the other."""
     mesh = make_test_mesh(tensor=2)
-    model = Model(CONFIG, PrecisionConfig(compute="bfloat16"))
+    model = Model(config, PrecisionConfig(compute="bfloat16"))
     params = model.init(0, mesh)
 
     def generated() -> list[list[int]]:
@@ -127,8 +134,9 @@ def test_an_engine_generates_the_same_with_mailboxes_as_without(exchanged, make_
     monkeypatch.setattr(executor, "mailboxes_problem", lambda *_: "")
     assert generated() == expected
     # The layers are equal, so they are traced once. The vocabulary is padded to 256.
-    per_step = [[(1, rows, 1, 64), (rows, 1, 64), (rows, 1, 64), (rows, 1, 128)] for rows in (1, 2)]
-    assert sorted(exchanged) == sorted(itertools.chain(*per_step))
+    steps = [[(1, rows, 1, 64), *[(rows, 1, 64)] * sums_of_a_layer, (rows, 1, 128)] for rows in (1, 2)]
+    prompts = [[(1, 1, 16, 64), *[(1, 16, 64)] * sums_of_a_layer, (2, 1, 128), (16, 1, 128)]] * 2
+    assert sorted(exchanged) == sorted(itertools.chain(*steps, *prompts))
     monkeypatch.undo()
     assert generated() == expected
 

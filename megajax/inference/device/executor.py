@@ -78,18 +78,16 @@ def decode_options(
     is_even = not any(columns % JOINED_MULTIPLE for columns in _columns(model, mesh))
     joins = num_rows <= FEW_ROWS and is_even and not any(weight.is_in_4_bits for weight in quantized)
     has_triton = num_rows <= FEW_ROWS or _reads_levels(quantized, num_rows)
-    is_graph = mesh.size == 1 or has_mailboxes
-    options = _options(mesh, joins=joins, has_triton=has_triton, tunes=True, is_graph=is_graph)
-    return options | accepted(WITH_MAILBOXES, mesh) if has_mailboxes and options else options
+    return _options(mesh, joins=joins, has_triton=has_triton, tunes=True, has_mailboxes=has_mailboxes)
 
 
-def prefill_options(params: dict, mesh: Mesh, num_tokens: int) -> dict[str, str]:
+def prefill_options(params: dict, mesh: Mesh, num_tokens: int, *, has_mailboxes: bool = False) -> dict[str, str]:
     """The compiler options of a program for prompts, for NVIDIA GPUs."""
     tunes = num_tokens < MANY_TOKENS and _reads_levels(_quantized(params), num_tokens)
-    return _options(mesh, joins=False, has_triton=tunes, tunes=tunes, is_graph=mesh.size == 1)
+    return _options(mesh, joins=False, has_triton=tunes, tunes=tunes, has_mailboxes=has_mailboxes)
 
 
-def _options(mesh: Mesh, *, joins: bool, has_triton: bool, tunes: bool, is_graph: bool) -> dict[str, str]:
+def _options(mesh: Mesh, *, joins: bool, has_triton: bool, tunes: bool, has_mailboxes: bool) -> dict[str, str]:
     if NVIDIA not in mesh.devices.flat[0].device_kind:
         return {}
     options = {LARGEST_JOINED: "1000" if joins else "0"}
@@ -97,8 +95,10 @@ def _options(mesh: Mesh, *, joins: bool, has_triton: bool, tunes: bool, is_graph
         options[TRITON_PRODUCTS] = "False"
     if not tunes:
         options[TUNING] = "0"
-    if is_graph:
+    if has_mailboxes or mesh.size == 1:
         options |= {IN_GRAPHS: WHOLE_LOOP, READS_PARTS: "False"}
+    if has_mailboxes:
+        options |= WITH_MAILBOXES
     return accepted(options, mesh)
 
 
@@ -159,10 +159,12 @@ def _prefill(
     words: jax.Array, mask: jax.Array, mask_beside: jax.Array | None, features: jax.Array | None
 ) -> tuple[dict, Rows, tuple]:  # fmt: skip
     """As programs.prefill."""
-    batch, chooser, beside, wants_prompt = unpacked(words, like)
+    batch, chooser, beside, wants_prompt, mailboxes = unpacked(words, like)
+    if mailboxes is not None:
+        batch = batch._replace(tokens_T=once_all_are_ready(batch.tokens_T, mailboxes))
     if beside is not None:
         beside = beside._replace(chooser=beside.chooser._replace(mask_BW=mask_beside))
-    arguments = (batch, chooser._replace(mask_BW=mask), beside, wants_prompt, features)
+    arguments = (batch, chooser._replace(mask_BW=mask), beside, wants_prompt, features, mailboxes)
     caches, rows, *results = programs.prefill(model, vocab_size, sizes, params, caches, rows, *arguments)
     return caches, rows, tuple(results)
 
@@ -298,7 +300,10 @@ class Executor:
     ) -> tuple[str, dict, tuple, tuple]:
         masks = (self._mask(chooser), beside and self._mask(beside.chooser))
         without = beside and beside._replace(chooser=beside.chooser._replace(mask_BW=NO_MASK))
-        host = (batch, chooser._replace(mask_BW=NO_MASK), without, np.bool_(wants_prompt))
+        # XLA's sums of many tokens are as fast.
+        has_mailboxes = self._mailboxes is not None and len(batch.tokens_T) < MANY_TOKENS
+        addresses = self._mailboxes.addresses if has_mailboxes else None
+        host = (batch, chooser._replace(mask_BW=NO_MASK), without, np.bool_(wants_prompt), addresses)
         return "prefill", params, host, (*masks, self._features)
 
     def _mask(self, chooser: HostChooser) -> jax.Array | np.ndarray:
@@ -322,7 +327,8 @@ class Executor:
                 options = self._decode_options(params, len(host[0].positions_B))
             else:
                 function = functools.partial(_prefill, *of, like)
-                options = prefill_options(params, self.mesh, len(host[0].tokens_T))
+                has_mailboxes = host[-1] is not None
+                options = prefill_options(params, self.mesh, len(host[0].tokens_T), has_mailboxes=has_mailboxes)
             arguments = self._abstract((params, self.caches, self._rows, words, *on_device))
             shardings = (jax.tree.map(lambda a: a.sharding, self.caches), self._replicated, self._replicated)
             program = Unlowered(function, arguments, self.mesh, donated=(1, 2), out_shardings=shardings)

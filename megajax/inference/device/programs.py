@@ -19,10 +19,10 @@ from megajax.layers.attention.kv_cache import Places, PoolSizes, Singles
 from megajax.layers.layer import ADAPTERS, MAILBOXES, PADDING
 from megajax.media.kinds import IMAGE
 from megajax.media.rows import TEXT
+from megajax.mesh.current import exchanging
 from megajax.mesh.sharding import constrain, replicated
 from megajax.models.interface import AnyModule
 from megajax.models.model import Model
-from megajax.ops.mailboxes import exchanging
 
 PIECE = 128  # prompt tokens whose logits exist at the same time
 
@@ -189,13 +189,23 @@ def _newest(
 def prefill(
     model: Model, vocab_size: int, sizes: PoolSizes, params: dict, caches: dict, rows: Rows,
     batch: PrefillBatch[jax.Array], chooser: Chooser[jax.Array], beside: Beside[jax.Array] | None,
-    wants_prompt: jax.Array, features: jax.Array | None
+    wants_prompt: jax.Array, features: jax.Array | None, mailboxes: jax.Array | None = None
 ) -> tuple[dict, Rows, Drawn, Logprobs, Drawn | None]:  # fmt: skip
     """-> (caches, rows, Drawn [M], Logprobs of targets_T, Drawn [1, B] of beside).
 
     beside: sequences that decode, not of a model that guesses. wants_prompt: bool scalar; False: the Logprobs are
-    zeros, at no cost. features: those of images (encode_images).
+    zeros, at no cost. features: those of images (encode_images). mailboxes: as in `decode`.
     """
+    of = (model, vocab_size, sizes, params, caches, rows)
+    with exchanging(mailboxes):
+        return _prefill(*of, batch, chooser, beside, wants_prompt, features, mailboxes)
+
+
+def _prefill(
+    model: Model, vocab_size: int, sizes: PoolSizes, params: dict, caches: dict, rows: Rows,
+    batch: PrefillBatch[jax.Array], chooser: Chooser[jax.Array], beside: Beside[jax.Array] | None,
+    wants_prompt: jax.Array, features: jax.Array | None, mailboxes: jax.Array | None
+) -> tuple[dict, Rows, Drawn, Logprobs, Drawn | None]:  # fmt: skip
     num_tokens = batch.tokens_T.size
     num_prompts = batch.last_M.size
     singles = None
@@ -216,6 +226,8 @@ def prefill(
         inputs["position_ids"] = batch.position_ids_T3[None]
     if batch.adapters_T is not None:
         inputs[ADAPTERS] = batch.adapters_T[None]
+    if mailboxes is not None:
+        inputs[MAILBOXES] = mailboxes
     caches = _at(caches, places)
     x_1TD, extended = module.extend(inputs, caches)
     caches |= extended

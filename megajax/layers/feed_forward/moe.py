@@ -28,7 +28,8 @@ from megajax.ops import activation as nonlinearity
 from megajax.ops.activation import GATED
 from megajax.ops.few_tokens import few_tokens
 from megajax.ops.few_tokens import problem as few_tokens_problem
-from megajax.ops.grouped_matmul import grouped_matmul
+from megajax.ops.grouped_matmul import GroupedWeight, grouped_matmul
+from megajax.ops.mailboxes import summed_over_parts
 from megajax.ops.weighted_activation import weighted_activation
 from megajax.parallel.context import ContextMethod
 from megajax.parallel.expert import (
@@ -197,46 +198,18 @@ class Experts(nnx.Module):
         choice, terms = self.router(x_BTD, generates=generates)
         if inputs is not None and PADDING in inputs:
             choice = choice.dropped(inputs[PADDING][..., None], self.config.num_experts)
-        is_small = generates and x_BTD.shape[0] * x_BTD.shape[1] <= FEW_TOKENS
-        buffer = math.inf if is_small else self.config.buffer
-        y_BTD = self._few(x_BTD, choice) if generates else None
-        if y_BTD is None:
-            y_BTD = self._routed(x_BTD, choice, terms, buffer)
+        linears = (self.gate, self.up, self.down) if self.config.activation in GATED else (self.up, self.down)
+        matrices = [linear.multiplied() for linear in linears]
+        if generates:
+            body = functools.partial(_generated, self.config)
+            y_BTD = summed_over_parts(body, (x_BTD, choice), matrices, [linear.record.axes for linear in linears])
+        else:
+            y_BTD, needed = _routed(self.config, self.config.buffer, x_BTD, choice, matrices)
+            if needed is not None:
+                terms.metrics["expert_rounds"] = needed.astype(jnp.float32)
         if self.config.shared is not None:
             y_BTD += self._shared(x_BTD, cache)
         return y_BTD, cache, terms
-
-    def _few(self, x_BTD: jax.Array, choice: Choice) -> jax.Array | None:
-        """The routed experts of a few tokens; None: they take the way of training."""
-        num_tokens = x_BTD.shape[0] * x_BTD.shape[1]
-        matrices = [linear.multiplied() for linear in (*self._wide(), self.down)]
-        arrays = [w for w in matrices if isinstance(w, jax.Array)]
-        x_nD, experts_nK, weights_nK = (a.reshape(num_tokens, -1) for a in (x_BTD, *choice))
-        if num_tokens > MAX_FEW or len(arrays) < len(matrices):
-            return None
-        name = self.config.activation
-        if few_tokens_problem(experts_nK, arrays, x_BTD.dtype, name):
-            return None
-        *wide, down = arrays
-        y_nD = few_tokens(x_nD, experts_nK, weights_nK, wide, down, name)
-        return y_nD.reshape(x_BTD.shape)
-
-    def _routed(self, x_BTD, choice: Choice, terms: Terms, buffer: float) -> jax.Array:
-        config = self.config
-        how = dict(dispatch=config.dispatch, buffer=buffer)
-        exchange = choose_exchange(x_BTD.shape[:2], config.num_experts, config.top_k, **how)
-        log_exchange(exchange)
-        run = functools.partial(_round, config.activation, exchange)
-        wide = [linear.multiplied() for linear in self._wide()]
-        operands = (x_BTD, choice.weights_BTK, wide, self.down.multiplied())
-        if exchange.num_rounds == 1:
-            return run(0, choice.experts_BTK, operands)
-        needed = rounds_needed(choice.experts_BTK, exchange)
-        terms.metrics["expert_rounds"] = needed.astype(jnp.float32)
-        return in_rounds(run, needed, choice.experts_BTK, operands)
-
-    def _wide(self) -> tuple[GroupedLinear, ...]:
-        return (self.gate, self.up) if self.config.activation in GATED else (self.up,)
 
     def _shared(self, x_BTD: jax.Array, cache: Any) -> jax.Array:
         y_BTD, _, _ = self.shared(x_BTD, cache=cache)
@@ -244,6 +217,44 @@ class Experts(nnx.Module):
             gate_BT1 = jax.nn.sigmoid(self.shared_gate(x_BTD.astype(jnp.float32)))
             y_BTD = (y_BTD.astype(jnp.float32) * gate_BT1).astype(y_BTD.dtype)
         return y_BTD
+
+
+def _generated(config: ExpertsConfig, tokens: tuple[jax.Array, Choice], matrices: Sequence[GroupedWeight]) -> jax.Array:
+    """The output of the experts for tokens (x [B, T, D], their choice) that come a few at a time."""
+    x_BTD, choice = tokens
+    num_tokens = x_BTD.shape[0] * x_BTD.shape[1]
+    y_BTD = _few(config, x_BTD, choice, matrices) if num_tokens <= MAX_FEW else None
+    if y_BTD is None:
+        buffer = math.inf if num_tokens <= FEW_TOKENS else config.buffer
+        y_BTD, _ = _routed(config, buffer, x_BTD, choice, matrices)
+    return y_BTD
+
+
+def _few(config: ExpertsConfig, x_BTD, choice: Choice, matrices: Sequence[GroupedWeight]) -> jax.Array | None:
+    """By ops/few_tokens.py; None: it does not take them."""
+    arrays = [w for w in matrices if isinstance(w, jax.Array)]
+    x_nD, experts_nK, weights_nK = (a.reshape(-1, a.shape[-1]) for a in (x_BTD, *choice))
+    is_one_quantised = len(arrays) < len(matrices)
+    if is_one_quantised or few_tokens_problem(experts_nK, arrays, x_BTD.dtype, config.activation):
+        return None
+    *wide, down = arrays
+    return few_tokens(x_nD, experts_nK, weights_nK, wide, down, config.activation).reshape(x_BTD.shape)
+
+
+def _routed(
+    config: ExpertsConfig, buffer: float, x_BTD, choice: Choice, matrices: Sequence[GroupedWeight]
+) -> tuple[jax.Array, jax.Array | None]:
+    """-> (output, the number of rounds it took, int32, if there may be several)."""
+    how = dict(dispatch=config.dispatch, buffer=buffer)
+    exchange = choose_exchange(x_BTD.shape[:2], config.num_experts, config.top_k, **how)
+    log_exchange(exchange)
+    run = functools.partial(_round, config.activation, exchange)
+    *wide, down = matrices
+    operands = (x_BTD, choice.weights_BTK, wide, down)
+    if exchange.num_rounds == 1:
+        return run(0, choice.experts_BTK, operands), None
+    needed = rounds_needed(choice.experts_BTK, exchange)
+    return in_rounds(run, needed, choice.experts_BTK, operands), needed
 
 
 def _round(
