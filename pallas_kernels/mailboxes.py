@@ -97,12 +97,11 @@ def _exchanged(
         raise ValueError(f"x {x.dtype}{x.shape}: the last dim has to be a multiple of {VECTOR_BYTES} bytes")
     num_vectors = x.size * x.dtype.itemsize // VECTOR_BYTES
     if num_vectors <= FEW_VECTORS:
-        run = _exchange_few
         blocks = -(-num_vectors // THREADS)
+        exchange = functools.partial(_exchange_few, addresses.shape[0], num_vectors, store)
     else:
-        run = _exchange
         blocks = min(max(-(-num_vectors // (THREADS * MOST_UNROLLED)), FEWEST_BLOCKS), MOST_BLOCKS)
-    exchange = functools.partial(run, addresses.shape[0], num_vectors, blocks, store)
+        exchange = functools.partial(_exchange, addresses.shape[0], num_vectors, blocks, store)
 
     def body(x_ref, table_ref, out_ref):
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3)(exchange)(x_ref, table_ref, out_ref)
@@ -121,27 +120,39 @@ def _exchanged(
 # ---------------------------------------------------------------------- what a thread does, in MLIR
 
 
-def _exchange_few(
-    num_gpus: int, num_vectors: int, blocks: int, store: Callable, _, x_ref, table_ref, out_ref
-) -> None:  # fmt: skip
+class _Given:
+    """To each thread: its number and that of its block, addresses, and the number of this GPU, all 64 bits wide."""
+
+    def __init__(self, num_gpus: int, refs: Sequence[Any]):
+        self.thread = _wide(gpu.thread_id(gpu.Dimension.x))
+        self.block = _wide(gpu.block_id(gpu.Dimension.x))
+        self.x, self.table, self.out = (llvm.ptrtoint(_i64(), utils.memref_ptr(ref)) for ref in refs)
+        self.rank = arith.extui(_i64(), _loaded(_i32(), self.table))
+        self.own = self.mailbox(_number(-1))
+        self.mailboxes = [self.mailbox(_number(number)) for number in range(num_gpus)]
+
+    def mailbox(self, number):
+        """Of a GPU, -1: of this one. The table has the number of this GPU, and two words of each address."""
+        words = _sum(self.table, _number(12), arith.muli(number, _number(8)))
+        low, high = (arith.extui(_i64(), _loaded(_i32(), _sum(words, _number(4 * half)))) for half in range(2))
+        return arith.ori(low, arith.shli(high, _number(32)))
+
+
+def _exchange_few(num_gpus: int, num_vectors: int, store: Callable, _, *refs) -> None:
     layout = _Layout(num_gpus)
-    thread = _wide(gpu.thread_id(gpu.Dimension.x))
-    block = _wide(gpu.block_id(gpu.Dimension.x))
-    x, table, out = (llvm.ptrtoint(_i64(), utils.memref_ptr(ref)) for ref in (x_ref, table_ref, out_ref))
-    rank = arith.extui(_i64(), _loaded(_i32(), table))
-    own = _address(table, _number(-1))
-    mailboxes = [_address(table, _number(number)) for number in range(num_gpus)]
-    count = _sum(own, _number(layout.few_count), arith.muli(block, _number(FLAG_BYTES)))
+    given = _Given(num_gpus, refs)
+    thread = given.thread
+    count = _sum(given.own, _number(layout.few_count), arith.muli(given.block, _number(FLAG_BYTES)))
     epoch = _sum(_loaded(_i32(), count), _number(1, _i32()))
     # The last vector takes the place of those beyond the end.
-    vector = arith.minui(_sum(arith.muli(block, _number(THREADS)), thread), _number(num_vectors - 1))
-    value = _loaded(_vector(), _sum(x, arith.muli(vector, _number(VECTOR_BYTES))), VECTOR_BYTES)
+    vector = arith.minui(_sum(arith.muli(given.block, _number(THREADS)), thread), _number(num_vectors - 1))
+    value = _loaded(_vector(), _sum(given.x, arith.muli(vector, _number(VECTOR_BYTES))), VECTOR_BYTES)
     turn = arith.muli(arith.extui(_i64(), arith.andi(epoch, _number(1, _i32()))), _number(num_gpus * FEW_SLOT_BYTES))
     place = _sum(_number(layout.few_slots), turn, arith.muli(vector, _number(2 * VECTOR_BYTES)))
 
     words = [llvm.extractelement(value, _number(number, _i32())) for number in range(4)]
-    for mailbox in mailboxes:
-        slot = _sum(mailbox, place, arith.muli(rank, _number(FEW_SLOT_BYTES)))
+    for mailbox in given.mailboxes:
+        slot = _sum(mailbox, place, arith.muli(given.rank, _number(FEW_SLOT_BYTES)))
         _store_pairs(slot, words[:2], epoch)
         _store_pairs(_sum(slot, _number(VECTOR_BYTES)), words[2:], epoch)
     gpu.barrier()  # all threads have the count
@@ -153,33 +164,29 @@ def _exchange_few(
         is_missing = _number(0, ir.IntegerType.get_signless(1))
         for number in range(2 * num_gpus):
             start = number // 2 * FEW_SLOT_BYTES + number % 2 * VECTOR_BYTES
-            *pair, one, other = _loaded_pairs(_sum(own, place, _number(start)))
+            *pair, one, other = _loaded_pairs(_sum(given.own, place, _number(start)))
             found += pair
             for flag in (one, other):
                 is_missing = arith.ori(is_missing, arith.cmpi(arith.CmpIPredicate.ne, flag, epoch))
         return is_missing, found
 
     found = _wait_while(read, [_i32()] * (4 * num_gpus))
-    store(out, vector, [_joined(found[4 * number : 4 * number + 4]) for number in range(num_gpus)])
+    store(given.out, vector, [_joined(found[4 * number : 4 * number + 4]) for number in range(num_gpus)])
 
 
-def _exchange(
-    num_gpus: int, num_vectors: int, blocks: int, store: Callable, _, x_ref, table_ref, out_ref
-) -> None:  # fmt: skip
+def _exchange(num_gpus: int, num_vectors: int, blocks: int, store: Callable, _, *refs) -> None:
     layout = _Layout(num_gpus)
+    given = _Given(num_gpus, refs)
+    thread = given.thread
+    block = given.block
+    rank = given.rank
     block_vectors = -(-num_vectors // blocks)
     num_rounds = -(-block_vectors // SLOT_VECTORS)
     round_vectors = -(-block_vectors // num_rounds)
-    thread = _wide(gpu.thread_id(gpu.Dimension.x))
-    block = _wide(gpu.block_id(gpu.Dimension.x))
-    x, table, out = (llvm.ptrtoint(_i64(), utils.memref_ptr(ref)) for ref in (x_ref, table_ref, out_ref))
-    rank = arith.extui(_i64(), _loaded(_i32(), table))
-    own = _address(table, _number(-1))
-    mailboxes = [_address(table, _number(number)) for number in range(num_gpus)]
     is_other = [arith.cmpi(arith.CmpIPredicate.ne, rank, _number(number)) for number in range(num_gpus)]
     of_block = arith.muli(block, _number(FLAG_BYTES))
     flags = _sum(_number(layout.flags), of_block)  # in a mailbox: of each GPU
-    count = _sum(own, _number(layout.count), of_block)
+    count = _sum(given.own, _number(layout.count), of_block)
     before = _loaded(_i32(), count)
     end_of_block = arith.minui(arith.muli(_sum(block, _number(1)), _number(block_vectors)), _number(num_vectors))
 
@@ -194,8 +201,8 @@ def _exchange(
         vectors = functools.partial(_vectors, first, end, thread, round_vectors)
 
         for group in vectors():
-            values = [_loaded(_vector(), _sum(x, offset), VECTOR_BYTES) for _, offset in group]
-            for other, mailbox in zip(is_other, mailboxes, strict=True):
+            values = [_loaded(_vector(), _sum(given.x, offset), VECTOR_BYTES) for _, offset in group]
+            for other, mailbox in zip(is_other, given.mailboxes, strict=True):
                 with mgpu.when(other):
                     slot = _sum(mailbox, slots, arith.muli(rank, _number(SLOT_BYTES)))
                     for (_, offset), value in zip(group, values, strict=True):
@@ -204,15 +211,15 @@ def _exchange(
         # A thread for each of the others.
         is_one = arith.cmpi(arith.CmpIPredicate.ult, thread, _number(num_gpus))
         with mgpu.when(arith.andi(is_one, arith.cmpi(arith.CmpIPredicate.ne, thread, rank))):
-            _set_flag(_sum(_address(table, thread), flags, arith.muli(rank, _number(MOST_BLOCKS * FLAG_BYTES))), epoch)
-            _wait_for(_sum(own, flags, arith.muli(thread, _number(MOST_BLOCKS * FLAG_BYTES))), epoch)
+            _set_flag(_sum(given.mailbox(thread), flags, arith.muli(rank, _number(MOST_BLOCKS * FLAG_BYTES))), epoch)
+            _wait_for(_sum(given.own, flags, arith.muli(thread, _number(MOST_BLOCKS * FLAG_BYTES))), epoch)
         gpu.barrier()
         for group in vectors():
             for vector, offset in group:
-                mine = _sum(x, offset)
-                theirs = [_sum(own, slots, _number(by * SLOT_BYTES), offset) for by in range(num_gpus)]
+                mine = _sum(given.x, offset)
+                theirs = [_sum(given.own, slots, _number(by * SLOT_BYTES), offset) for by in range(num_gpus)]
                 sources = [arith.select(other, slot, mine) for other, slot in zip(is_other, theirs, strict=True)]
-                store(out, vector, [_loaded(_vector(), source, VECTOR_BYTES) for source in sources])
+                store(given.out, vector, [_loaded(_vector(), source, VECTOR_BYTES) for source in sources])
     with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, thread, _number(0))):
         llvm.store(_sum(before, _number(num_rounds, _i32())), _at(count), alignment=FLAG_BYTES)
 
@@ -315,13 +322,6 @@ class _loop:
         self._point.__exit__(*error)
 
 
-def _address(table, number):
-    """Of the mailbox of a GPU, -1: this one. table: the number of this GPU, and two words of each address."""
-    words = _sum(table, _number(12), arith.muli(number, _number(8)))
-    low, high = (arith.extui(_i64(), _loaded(_i32(), _sum(words, _number(4 * half)))) for half in range(2))
-    return arith.ori(low, arith.shli(high, _number(32)))
-
-
 def _assembly(text: str, constraints: str, operands: list, result=None) -> Any:
     return llvm.inline_asm(result, operands, text, constraints, has_side_effects=True, asm_dialect=0)
 
@@ -342,7 +342,7 @@ def _wide(index):
     return arith.extui(_i64(), arith.index_cast(_i32(), index))
 
 
-def _number(value: int, kind=None):
+def _number(value: int, kind=None) -> Any:
     return mgpu.c(value, _i64() if kind is None else kind)
 
 

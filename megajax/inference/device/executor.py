@@ -301,8 +301,8 @@ class Executor:
         masks = (self._mask(chooser), beside and self._mask(beside.chooser))
         without = beside and beside._replace(chooser=beside.chooser._replace(mask_BW=NO_MASK))
         # XLA's sums of many tokens are as fast.
-        has_mailboxes = self._mailboxes is not None and len(batch.tokens_T) < MANY_TOKENS
-        addresses = self._mailboxes.addresses if has_mailboxes else None
+        mailboxes = self._mailboxes if len(batch.tokens_T) < MANY_TOKENS else None
+        addresses = None if mailboxes is None else mailboxes.addresses
         host = (batch, chooser._replace(mask_BW=NO_MASK), without, np.bool_(wants_prompt), addresses)
         return "prefill", params, host, (*masks, self._features)
 
