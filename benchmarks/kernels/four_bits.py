@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from benchmarks.command_line import run
 from benchmarks.kernels.timing import about, copy_bandwidth, output_of, seconds_of
 from benchmarks.records import save
-from megajax.inference.device.executor import IN_GRAPHS, WHOLE_LOOP
+from megajax.inference.device.compiler_options import IN_GRAPHS, WHOLE_LOOP
 from megajax.ops.four_bits import multiply
 from megajax.quantization.weights import QuantizedWeight
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from megajax.inference.device import executor
+from megajax.inference.device.compiler_options import IN_GRAPHS, decode_options
 from megajax.inference.engine import Engine, ServingConfig
 from megajax.inference.tokens.sampling import Sampling
 from megajax.layers.attention.latent import LatentConfig
@@ -119,7 +120,7 @@ def test_loop_in_a_graph_gives_the_tokens_that_it_gives_without(name, monkeypatc
                 found[output.request] += output.tokens
         return greedy, list(found.values())
 
-    assert executor.IN_GRAPHS in executor.decode_options(model, {}, mesh, 8)
+    assert IN_GRAPHS in decode_options(model, {}, mesh, 8)
     in_graph = tokens()
     monkeypatch.setattr(executor, "decode_options", lambda *_, **__: {})
     assert tokens() == in_graph

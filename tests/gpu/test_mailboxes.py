@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.inference.device import executor
+from megajax.inference.device.compiler_options import IN_GRAPHS, WHOLE_LOOP, WITH_MAILBOXES
 from megajax.inference.engine import Engine, ServingConfig
 from megajax.inference.tokens.sampling import Sampling, TokenLogprobs
 from megajax.layers.feed_forward.moe import MoeConfig
@@ -60,7 +60,7 @@ def program(rows: int):
     x = jax.random.normal(jax.random.key(rows), (N, rows, WIDTH), jnp.bfloat16)
     x = jax.device_put(x, NamedSharding(mesh, over))
     words = jax.device_put(found.addresses, NamedSharding(mesh, P()))
-    options = {executor.IN_GRAPHS: executor.WHOLE_LOOP} | executor.WITH_MAILBOXES
+    options = {IN_GRAPHS: WHOLE_LOOP} | WITH_MAILBOXES
     compiled = jax.jit(mapped).lower(x, words, np.int32(1)).compile(compiler_options=options)
     return functools.partial(compiled, x, words), np.asarray(x, np.float32)
 

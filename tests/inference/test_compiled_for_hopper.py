@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from benchmarks.hlo import Program
 from megajax.inference.device import programs
 from megajax.inference.device.batches import Batches, Shapes
-from megajax.inference.device.executor import LARGEST_JOINED, decode_options, prefill_options
+from megajax.inference.device.compiler_options import LARGEST_JOINED, decode_options, prefill_options
 from megajax.inference.device.packing import num_words, unpacked
 from megajax.inference.device.programs import Rows
 from megajax.inference.device.weights import FORMATS, joined_layers
@@ -161,6 +161,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from megajax.inference.device import executor
 from megajax.inference.device.batches import Batches, Shapes
+from megajax.inference.device.compiler_options import decode_options, prefill_options
 from megajax.inference.device.packing import num_words
 from megajax.inference.device.programs import Rows
 from megajax.inference.device.weights import _quantizer, FORMATS
@@ -228,7 +229,7 @@ def decode(name, config, format, num_rows):
     batch, chooser = batches.empty_decode(*batches.shapes.fitting_decode(num_rows, 1))
     host = (batch, chooser._replace(mask_BW=executor.NO_MASK), np.int32(1), addresses)
     function = functools.partial(executor._decode, model, 128256, sizes, 4, host)
-    options = executor.decode_options(model, params, mesh, num_rows, has_mailboxes=True)
+    options = decode_options(model, params, mesh, num_rows, has_mailboxes=True)
     say(name, model, params, function, host, (on_mesh(chooser.mask_BW, P()),), options)
 
 def prefill(name, config, num_tokens):
@@ -237,7 +238,7 @@ def prefill(name, config, num_tokens):
     masks = (on_mesh(chooser.mask_BW, P()), on_mesh(beside.chooser.mask_BW, P()))
     host = (batch, chooser._replace(mask_BW=executor.NO_MASK), without_mask(beside), np.bool_(False), addresses)
     function = functools.partial(executor._prefill, model, 128256, sizes, host)
-    options = executor.prefill_options(params, mesh, len(batch.tokens_T), has_mailboxes=True)
+    options = prefill_options(params, mesh, len(batch.tokens_T), has_mailboxes=True)
     say(name, model, params, function, host, (*masks, None), options)
 
 def weights(config, format):

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from megajax.inference.device import executor
-from megajax.inference.device.executor import (
+from megajax.inference.device import compiler_options
+from megajax.inference.device.compiler_options import (
     IN_GRAPHS,
     LARGEST_JOINED,
     READS_PARTS,
@@ -68,7 +68,7 @@ def test_few_rows_join_products_where_the_widths_of_a_device_allow_it_and_one_de
     model = Model(dataclasses.replace(CONFIG, mlp_dim=mlp_dim))
     params = params_of(inputs)
     assert decode_options(model, params, mesh, num_rows) == {}  # on CPU
-    monkeypatch.setattr(executor, "NVIDIA", mesh.devices.flat[0].device_kind)
+    monkeypatch.setattr(compiler_options, "NVIDIA", mesh.devices.flat[0].device_kind)
     assert decode_options(model, params, mesh, num_rows) == wanted
 
 
@@ -81,7 +81,7 @@ def test_prompts_are_one_graph_and_tune_products_only_for_few_tokens_and_8_bits(
 ):
     mesh = make_test_mesh()
     assert prefill_options(params_of(inputs), mesh, num_tokens) == {}  # on CPU
-    monkeypatch.setattr(executor, "NVIDIA", mesh.devices.flat[0].device_kind)
+    monkeypatch.setattr(compiler_options, "NVIDIA", mesh.devices.flat[0].device_kind)
     assert prefill_options(params_of(inputs), mesh, num_tokens) == wanted | GRAPH
 
 
