@@ -133,7 +133,8 @@ def _tiny(num_layers: int, pattern: str, **recurrent) -> Config:
     )
     optimizer = dataclasses.replace(gpt.optimizer, momentum=0.95, schedule="cosine", groups=())
     training = dataclasses.replace(gpt.training, steps=150, eval_every_steps=50)
-    return dataclasses.replace(gpt, model=model, optimizer=optimizer, training=training)
+    checkpoint = dataclasses.replace(gpt.checkpoint, every_steps=50)
+    return dataclasses.replace(gpt, model=model, optimizer=optimizer, training=training, checkpoint=checkpoint)
 
 
 def _mamba2(num_layers: int, embed_dim: int) -> HybridConfig:

@@ -39,8 +39,7 @@ MOST_WAITING = 15  # times 4.3 s
 FEW_VECTORS = MOST_BLOCKS * THREADS  # of a small array: one of a thread
 FEW_SLOT_BYTES = FEW_VECTORS * 2 * VECTOR_BYTES
 
-FEWEST_BLOCKS = 32  # of a larger one
-MOST_UNROLLED = 4
+MOST_UNROLLED = 4  # of a larger one
 SLOT_VECTORS = 1024  # of a block
 SLOT_BYTES = MOST_BLOCKS * SLOT_VECTORS * VECTOR_BYTES
 
@@ -100,7 +99,7 @@ def _exchanged(
         blocks = -(-num_vectors // THREADS)
         exchange = functools.partial(_exchange_few, addresses.shape[0], num_vectors, store)
     else:
-        blocks = min(max(-(-num_vectors // (THREADS * MOST_UNROLLED)), FEWEST_BLOCKS), MOST_BLOCKS)
+        blocks = min(-(-num_vectors // (THREADS * MOST_UNROLLED)), MOST_BLOCKS)
         exchange = functools.partial(_exchange, addresses.shape[0], num_vectors, blocks, store)
 
     def body(x_ref, table_ref, out_ref):
@@ -144,6 +143,9 @@ def _exchange_few(num_gpus: int, num_vectors: int, store: Callable, _, *refs) ->
     thread = given.thread
     count = _sum(given.own, _number(layout.few_count), arith.muli(given.block, _number(FLAG_BYTES)))
     epoch = _sum(_loaded(_i32(), count), _number(1, _i32()))
+    # Never 0, which is in places that nothing was written to; 2 has the same slot.
+    is_zero = arith.cmpi(arith.CmpIPredicate.eq, epoch, _number(0, _i32()))
+    epoch = arith.select(is_zero, _number(2, _i32()), epoch)
     # The last vector takes the place of those beyond the end.
     vector = arith.minui(_sum(arith.muli(given.block, _number(THREADS)), thread), _number(num_vectors - 1))
     value = _loaded(_vector(), _sum(given.x, arith.muli(vector, _number(VECTOR_BYTES))), VECTOR_BYTES)

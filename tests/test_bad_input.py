@@ -159,7 +159,7 @@ CASES = {
     "warm-up": (["--optimizer.warmup_steps=400"], ["optimizer.warmup_steps=400", "400"]),
     "annealing steps without annealing": (
         ["--optimizer.wsd_decay_steps=20"],
-        ["optimizer.wsd_decay_steps=20", "optimizer.schedule=cosine", "use --optimizer.schedule=wsd"],
+        ["optimizer.wsd_decay_steps=20", "optimizer.schedule=linear", "use --optimizer.schedule=wsd"],
     ),
     "loss scale without fp16": (
         ["--optimizer.loss_scale=65536,1,1000,2"],

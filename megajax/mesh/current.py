@@ -1,4 +1,4 @@
-"""The current mesh: the only implicit context that layers and operations read.
+"""The current mesh, and the mailboxes of its GPUs: the only implicit context that layers and operations read.
 
 `jax.set_mesh` makes a mesh current (compat.py reads the device type from it). Inside a region that is manual over some
 of its axes (a pipeline stage) XLA partitions only the others: the free axes. Without a mesh the program runs on one
@@ -77,7 +77,7 @@ def mailbox_addresses() -> jax.Array | None:
 
 @contextlib.contextmanager
 def exchanging(addresses: jax.Array | None) -> Iterator[None]:
-    """What is traced within uses these mailboxes, unless addresses is None. Sequences are then on all GPUs as a whole:
+    """What is traced within uses these mailboxes, unless addresses is None. With them sequences are whole on all GPUs:
     a sum that leaves each of them a part would be followed by a gather."""
     token = _addresses.set(addresses)
     try:

@@ -20,7 +20,7 @@ logger = logging.getLogger("megajax")
 MIN_JOINED_ROWS = 512
 JOINED_MULTIPLE = 64
 """Of the columns of matrices that XLA multiplies the same rows by in one product, without copying them
-(inference/device/executor.py)."""
+(inference/device/compiler_options.py)."""
 
 
 @jax.tree_util.register_dataclass

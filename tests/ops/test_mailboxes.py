@@ -129,7 +129,7 @@ def test_an_engine_generates_the_same_with_mailboxes_as_without(
     monkeypatch.setattr(executor, "NVIDIA", "cpu")
     with caplog.at_level("INFO", "megajax"):
         assert generated() == expected
-    assert "decoding steps are not CUDA graphs: cpu is not Hopper" in caplog.text
+    assert "calls are not CUDA graphs: cpu is not Hopper" in caplog.text
     assert not exchanged
     monkeypatch.setattr(executor, "mailboxes_problem", lambda *_: "")
     assert generated() == expected

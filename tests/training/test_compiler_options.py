@@ -113,7 +113,7 @@ def test_bytes_of_a_layer_are_what_a_device_computes_with(make_test_mesh):
     target = target_of(config.make_model(), make_test_mesh(fsdp=2, tensor=2))
     deeper = dataclasses.replace(config.model, num_layers=config.model.num_layers + 1)
     parameters = Model(deeper).num_parameters() - Model(config.model).num_parameters()
-    scales = 2 * config.model.embed_dim  # of two norms, whole on every device
+    scales = 2 * (config.model.embed_dim + config.model.width_of_head)  # of four norms, whole on every device
     assert target.layer_bytes == 2 * ((parameters - scales) // 2 + scales), "two bytes a parameter"
     assert (target.weight_shards, target.num_devices, target.chip) == (2, 4, "cpu")
 

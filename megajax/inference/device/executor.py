@@ -18,7 +18,6 @@ from megajax.inference.device import programs
 from megajax.inference.device.batches import Batches, Shapes
 from megajax.inference.device.compiler_options import (
     IN_GRAPHS,
-    MANY_TOKENS,
     NVIDIA,
     decode_options,
     prefill_options,
@@ -36,6 +35,7 @@ from megajax.inference.device.programs import (
 from megajax.inference.device.warm_up import Compilation
 from megajax.inference.tokens.sampling import Logprobs
 from megajax.layers.attention.kv_cache import PoolSizes
+from megajax.mesh.current import exchanging
 from megajax.mesh.lowering import LOWERING, Unlowered, lowering
 from megajax.mesh.stored_programs import StoredPrograms
 from megajax.models.model import Model
@@ -44,6 +44,7 @@ from megajax.ops.mailboxes import problem as mailboxes_problem
 
 logger = logging.getLogger("megajax")
 
+TOO_MANY_FOR_MAILBOXES = 1024  # prompt tokens: 1,000 take 54 us, XLA's sum 62 (rows of 4,096); more were not measured
 # Less than programs need for their temporary arrays: Llama-3 8B 7 MiB with 2 rows, 110 with 32 and 880 with 256.
 SMALL_BYTES = 6 * 2**20
 NO_MASK = np.zeros(0, np.uint32)  # in place of one that is sent apart
@@ -79,7 +80,9 @@ def _decode(
     of = (model, vocab_size, sizes, max_steps)
     if mailboxes is not None:
         num_steps = once_all_are_ready(num_steps, mailboxes)
-    return programs.decode(*of, params, caches, rows, batch, chooser._replace(mask_BW=mask), num_steps, mailboxes)
+    arguments = (params, caches, rows, batch, chooser._replace(mask_BW=mask), num_steps, mailboxes)
+    with exchanging(mailboxes):
+        return programs.decode(*of, *arguments)
 
 
 def _prefill(
@@ -93,7 +96,8 @@ def _prefill(
     if beside is not None:
         beside = beside._replace(chooser=beside.chooser._replace(mask_BW=mask_beside))
     arguments = (batch, chooser._replace(mask_BW=mask), beside, wants_prompt, features, mailboxes)
-    caches, rows, *results = programs.prefill(model, vocab_size, sizes, params, caches, rows, *arguments)
+    with exchanging(mailboxes):
+        caches, rows, *results = programs.prefill(model, vocab_size, sizes, params, caches, rows, *arguments)
     return caches, rows, tuple(results)
 
 
@@ -151,7 +155,7 @@ class Executor:
         if mesh.size > 1 and NVIDIA in mesh.devices.flat[0].device_kind:
             why = mailboxes_problem(mesh, model.precision.compute_dtype)
             if why:
-                logger.info("decoding steps are not CUDA graphs: %s", why)
+                logger.info("calls are not CUDA graphs: %s", why)
             else:
                 self._mailboxes = Mailboxes(mesh)
         self._behind_space = _space_for_small_arrays(self._replicated) if self.asks_for_graphs else None
@@ -228,8 +232,7 @@ class Executor:
     ) -> tuple[str, dict, tuple, tuple]:
         masks = (self._mask(chooser), beside and self._mask(beside.chooser))
         without = beside and beside._replace(chooser=beside.chooser._replace(mask_BW=NO_MASK))
-        # XLA's sums of many tokens are as fast.
-        mailboxes = self._mailboxes if len(batch.tokens_T) < MANY_TOKENS else None
+        mailboxes = self._mailboxes if len(batch.tokens_T) < TOO_MANY_FOR_MAILBOXES else None
         addresses = None if mailboxes is None else mailboxes.addresses
         host = (batch, chooser._replace(mask_BW=NO_MASK), without, np.bool_(wants_prompt), addresses)
         return "prefill", params, host, (*masks, self._features)

@@ -19,7 +19,6 @@ from megajax.layers.attention.kv_cache import Places, PoolSizes, Singles
 from megajax.layers.layer import ADAPTERS, MAILBOXES, PADDING
 from megajax.media.kinds import IMAGE
 from megajax.media.rows import TEXT
-from megajax.mesh.current import exchanging
 from megajax.mesh.sharding import constrain, replicated
 from megajax.models.interface import AnyModule
 from megajax.models.model import Model
@@ -128,7 +127,7 @@ def decode(
 ) -> tuple[dict, Rows, Drawn]:  # fmt: skip
     """-> (caches, rows, Drawn with leading dims [max_steps, B], of which the first num_steps count).
 
-    mailboxes: addresses of those of the GPUs (ops/mailboxes.py)."""
+    mailboxes: addresses of those of the GPUs (ops/mailboxes.py), within `exchanging`."""
     module = model.module(params)
     batch_size = batch.positions_B.shape[0]
     wants_logprobs = jnp.any(chooser.sampling.has_logprobs_B)
@@ -165,8 +164,7 @@ def decode(
     drawn = Drawn(jnp.zeros(batch_size, jnp.int32), Logprobs.zeros(batch_size, vocab_size), guesses)
     drawn = jax.tree.map(lambda a: jnp.zeros((max_steps, *a.shape), a.dtype), drawn)
     carry = (jnp.int32(0), caches, rows, drawn)
-    with exchanging(mailboxes):
-        _, caches, rows, drawn = jax.lax.while_loop(lambda carry: carry[0] < num_steps, one_step, carry)
+    _, caches, rows, drawn = jax.lax.while_loop(lambda carry: carry[0] < num_steps, one_step, carry)
     return caches, rows, replicated(drawn)
 
 
@@ -196,16 +194,6 @@ def prefill(
     beside: sequences that decode, not of a model that guesses. wants_prompt: bool scalar; False: the Logprobs are
     zeros, at no cost. features: those of images (encode_images). mailboxes: as in `decode`.
     """
-    of = (model, vocab_size, sizes, params, caches, rows)
-    with exchanging(mailboxes):
-        return _prefill(*of, batch, chooser, beside, wants_prompt, features, mailboxes)
-
-
-def _prefill(
-    model: Model, vocab_size: int, sizes: PoolSizes, params: dict, caches: dict, rows: Rows,
-    batch: PrefillBatch[jax.Array], chooser: Chooser[jax.Array], beside: Beside[jax.Array] | None,
-    wants_prompt: jax.Array, features: jax.Array | None, mailboxes: jax.Array | None
-) -> tuple[dict, Rows, Drawn, Logprobs, Drawn | None]:  # fmt: skip
     num_tokens = batch.tokens_T.size
     num_prompts = batch.last_M.size
     singles = None

@@ -234,8 +234,7 @@ def _few(config: ExpertsConfig, x_BTD, choice: Choice, matrices: Sequence[Groupe
     """By ops/few_tokens.py; None: it does not take them."""
     arrays = [w for w in matrices if isinstance(w, jax.Array)]
     x_nD, experts_nK, weights_nK = (a.reshape(-1, a.shape[-1]) for a in (x_BTD, *choice))
-    is_one_quantised = len(arrays) < len(matrices)
-    if is_one_quantised or few_tokens_problem(experts_nK, arrays, x_BTD.dtype, config.activation):
+    if len(arrays) < len(matrices) or few_tokens_problem(experts_nK, arrays, x_BTD.dtype, config.activation):
         return None
     *wide, down = arrays
     return few_tokens(x_nD, experts_nK, weights_nK, wide, down, config.activation).reshape(x_BTD.shape)

@@ -18,6 +18,7 @@ from megajax.inference.device.compiler_options import (
     TRITON_PRODUCTS,
     TUNING,
     WHOLE_LOOP,
+    WITH_MAILBOXES,
     decode_options,
     prefill_options,
 )
@@ -86,7 +87,7 @@ def test_prompts_are_one_graph_and_tune_products_only_for_few_tokens_and_8_bits(
 
 
 def test_jaxlib_knows_the_options(make_test_mesh):
-    options = {LARGEST_JOINED: "1000"} | UNTUNED | GRAPH
+    options = {LARGEST_JOINED: "1000"} | UNTUNED | GRAPH | WITH_MAILBOXES
     assert accepted(options, make_test_mesh()) == options
 
 

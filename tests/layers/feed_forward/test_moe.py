@@ -196,7 +196,7 @@ def test_only_the_first_round_saves_activations(make_test_mesh):
     assert [shape for shape in shapes if shape[-2:] == (num_rows, D)] == [(num_rows, D)]
 
 
-@pytest.mark.parametrize("sizes", [{}, dict(expert=8)], ids=["one device", "expert 8"])
+@pytest.mark.parametrize("sizes", [{}, dict(expert=8), dict(tensor=2), dict(expert=2, tensor=2)], ids=str)
 def test_generation_drops_no_token_and_needs_one_round(sizes, make_test_mesh):
     """The router has a capacity, but does not use it."""
     router = RouterConfig(top_k=K, capacity_factor=0.25)
