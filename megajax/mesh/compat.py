@@ -140,7 +140,8 @@ def vary(tree, axes):
     """Marks arrays as varying along these mesh axes; needed for results of a kernel, which are not marked."""
 
     def mark(x):
-        missing = tuple(set(axes) - varying_axes(x))
+        # Sorted, because a program whose text depends on the process is found in no cache.
+        missing = tuple(sorted(set(axes) - varying_axes(x)))
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(mark, tree)

@@ -215,9 +215,10 @@ def rounds_needed(experts_BTK: jax.Array, exchange: Exchange) -> jax.Array:
 
     def body(experts_BTK):
         needed = exchange.rounds_needed(_sent_from_here(experts_BTK, spec, exchange))
-        return lax.pmax(needed, tuple(compat.varying_axes(needed) & free))
+        varying = compat.varying_axes(needed)
+        return lax.pmax(needed, tuple(axis for axis in axes if axis in varying))
 
-    free = frozenset(free_axes())
+    axes = tuple(free_axes())
     return manual(body, (spec,), P())(experts_BTK)
 
 

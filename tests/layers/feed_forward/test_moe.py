@@ -2,7 +2,10 @@
 
 import dataclasses
 import functools
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -181,6 +184,30 @@ def test_each_choice_is_sent_in_one_round(dispatch, batch, wanted, make_test_mes
     assert np.count_nonzero(plans.home < exchange.num_rows) == loads.sum()
     assert needed == wanted
     np.testing.assert_array_equal(plans.sizes.any(1), np.arange(exchange.num_rounds) < needed)
+
+
+LOWERED = """
+import hashlib, jax, jax.numpy as jnp
+from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.parallel.expert import choose_exchange, rounds_needed
+with jax.set_mesh(make_mesh(MeshConfig(data=2, fsdp=2, expert=2), jax.devices())):
+    experts = jnp.zeros((8, 64, 2), jnp.int32)
+    exchange = choose_exchange(experts.shape[:2], 8, 2, "all_to_all", buffer=1.25)
+    text = jax.jit(lambda experts: rounds_needed(experts, exchange)).lower(experts).as_text()
+print(hashlib.sha256(text.encode()).hexdigest())
+"""
+
+
+def test_every_process_lowers_the_same_program():
+    """Otherwise no later start finds it in the compilation cache."""
+    seeds = "1", "2", "3"
+    processes = [
+        subprocess.Popen([sys.executable, "-c", LOWERED], env=os.environ | {"PYTHONHASHSEED": seed}, text=True,
+                         stdout=subprocess.PIPE)
+        for seed in seeds
+    ]  # fmt: skip
+    texts = [process.communicate(timeout=120)[0] for process in processes]
+    assert texts[0] and texts == [texts[0]] * len(seeds)
 
 
 def test_only_the_first_round_saves_activations(make_test_mesh):
