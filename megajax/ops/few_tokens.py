@@ -8,8 +8,8 @@ slots.
 
 Each slot is an expert for which all tokens are computed; a weight is zero where the token has not chosen the expert.
 One or two tokens have a slot for each of their choices, more of them one for each expert: nothing is sorted. On
-Hopper our kernel computes the products (pallas_kernels/few_rows.py). Other devices, meshes with
-more axes than `tensor`, and more tokens take the way of training (layers/feed_forward/moe.py).
+Hopper our kernel computes the products (pallas_kernels/few_rows.py). Other devices, meshes with more axes than
+`tensor`, and more tokens take the way of training (layers/feed_forward/moe.py).
 """
 
 import functools

@@ -16,12 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.inference.device import programs
 from megajax.inference.device.batches import Batches, Shapes
-from megajax.inference.device.compiler_options import (
-    IN_GRAPHS,
-    NVIDIA,
-    decode_options,
-    prefill_options,
-)
+from megajax.inference.device.compiler_options import IN_GRAPHS, NVIDIA, decode_options, prefill_options
 from megajax.inference.device.image_features import MIN_PATCHES, EncodeBatch, ImageFeatures
 from megajax.inference.device.packing import num_words, packed, unpacked
 from megajax.inference.device.programs import (
