@@ -81,6 +81,35 @@ def gpt2_124m() -> Config:
     )
 
 
+def gpt2_124m_speed() -> Config:
+    """gpt2_124m for few steps: Muon with a linear decay, rotary positions, normalised queries and keys, squared ReLU.
+
+    Hardware: one GPU. What each part brings, and what brought nothing: docs/speed.md, Time to a loss.
+    Command: python train.py --config=gpt2_124m_speed
+    """
+    plain = gpt2_124m()
+    model = dataclasses.replace(
+        plain.model,
+        position="rope",
+        norm="rmsnorm",
+        biases=(),
+        qk_norm=True,
+        activation="squared_relu",
+        vocab_size=16384,
+    )
+    return dataclasses.replace(
+        plain,
+        model=model,
+        data=DataConfig(source="text", text=("stdlib",), tokenizer="sentencepiece:16384"),
+        optimizer=OptimizerConfig(
+            name="muon", learning_rate=6e-3, min_learning_rate=0.0, schedule="linear", warmup_steps=40
+        ),
+        training=TrainingConfig(
+            steps=400, global_batch_size=64, sequence_length=1024, log_every_steps=20, eval_every_steps=100
+        ),
+    )
+
+
 def gpt_1p3b() -> Config:
     """A GPT of 24 layers and width 2048, 16 heads of 128, RMSNorm, rotary, untied embeddings: the one-GPU benchmark.
 

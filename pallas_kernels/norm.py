@@ -16,18 +16,17 @@ Refused: D that is not a multiple of 128, above 12288, or not split into at most
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, gpu, memref, nvvm, vector
+from jaxlib.mlir.dialects import nvvm
+
+from pallas_kernels import reductions
+from pallas_kernels.reductions import strided
 
 NUM_SMS = 132  # of an H100
 SMEM_BYTES = 216 << 10  # of a multiprocessor, for prefetched rows
@@ -227,25 +226,13 @@ class _Backward:
 
 
 def _zeros(shape: tuple[int, ...]) -> jax.Array:
-    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), _layout(shape))
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), strided(shape))
 
 
 def _means(pieces, width, parts, slot, interpret):
     """The mean of each value, over the pieces and the threads of all warpgroups. pieces: [value, ...] per piece."""
     values = [list(value) for value in zip(*pieces, strict=True)]
-    parts_ref = parts[0].at[slot]
-    met = parts[1]
-    if interpret:  # the interpreter does not support inline_mgpu
-        for i, value in enumerate(values):
-            parts_ref[i, lax.axis_index("warpgroup")] = sum(map(jnp.sum, value))
-        plgpu.barrier_arrive(met)
-        plgpu.barrier_wait(met)
-        groups = range(parts_ref.shape[-1] // 4)
-        return [sum(parts_ref[i, group] for group in groups) / width for i in range(len(values))]
-    scalar = plgpu.ShapeDtypeStruct((), jnp.float32, layout=plgpu.Layout.WG_SPLAT(()))
-    layouts = [[_layout(array.shape) for array in value] for value in values]
-    inline = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layouts), return_type=[scalar] * len(values))
-    return [total * (1 / width) for total in inline(_sums)(parts_ref, values)]
+    return [total * (1 / width) for total in reductions.reduced(values, parts, slot, interpret)]
 
 
 def _release(interpret):
@@ -260,40 +247,6 @@ def _fence(_):
     nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
 
 
-def _sums(_, parts_ref, values):
-    """-> the sum of each value, a list of arrays, over the threads of all warpgroups. parts_ref: [values or more,
-    warps], which must not be reused in the next such sum: the only barrier is between writing and reading."""
-    add = functools.partial(arith.addf, fastmath=arith.FastMathFlags.contract)
-    thread = utils.thread_idx()
-    warps = ir.MemRefType(parts_ref.type).shape[-1]
-
-    def index(i):
-        return arith.index_cast(ir.IndexType.get(), i)
-
-    def constant(i):
-        return mgpu.c(i, thread.type)
-
-    def over_registers(array):
-        total = functools.reduce(add, array.registers.flat)
-        (size,) = ir.VectorType(total.type).shape
-        elements = (vector.extract(total, [], ir.DenseI64ArrayAttr.get([i])) for i in range(size))
-        return functools.reduce(add, elements)
-
-    def over_lanes(totals, lanes):
-        for bit in reversed(range(lanes.bit_length() - 1)):
-            totals = [add(total, utils.shfl_bfly(total, 1 << bit)) for total in totals]
-        return totals
-
-    totals = over_lanes([functools.reduce(add, map(over_registers, value)) for value in values], 32)
-    with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, arith.andi(thread, constant(31)), constant(0))):
-        for i, total in enumerate(totals):
-            memref.store(total, parts_ref, [index(constant(i)), index(arith.shrui(thread, constant(5)))])
-    gpu.barrier()
-    warp = index(arith.andi(thread, constant(warps - 1)))
-    parts = [memref.load(parts_ref, [index(constant(i)), warp]) for i in range(len(totals))]
-    return [mgpu.FragmentedArray.splat(total, ()) for total in over_lanes(parts, warps)]
-
-
 def _warpgroups(width: int, columns: int) -> int:
     """The fewest warpgroups with at most `columns` columns of a row per thread; if impossible, the most that divide
     the row."""
@@ -306,15 +259,9 @@ def _blocks(rows: int) -> int:
     return max(n for n in range(1, min(rows, 8 * NUM_SMS) + 1) if rows % n == 0)
 
 
-def _layout(shape: tuple[int, ...]):
-    """Each thread holds up to 16 consecutive bytes of a row; the 128 threads are adjacent."""
-    vector = next(v for v in (8, 4, 2, 1) if math.prod(shape) % (128 * v) == 0)
-    return plgpu.Layout.WG_STRIDED(shape, vec_size=vector)
-
-
 def _loader(shape: tuple[int, ...]):
     def load(ref, index: Any = ()):
-        return plgpu.load(ref, index, layout=_layout(shape)).astype(jnp.float32)
+        return plgpu.load(ref, index, layout=strided(shape)).astype(jnp.float32)
 
     return load
 
@@ -323,8 +270,7 @@ def _call(body, out, scratch, values, blocks, warpgroups, interpret):
     """values: the maximum number of means that `_means` computes at once."""
     # TMA's writes into shared memory and the sums have their own barriers; no other memory is read and written.
     params = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
-    # For two alternating rows and for both sums of a row; and a barrier for the interpreter.
-    parts = plgpu.SMEM((2, 2, values, 4 * warpgroups), jnp.float32), plgpu.Barrier(num_arrivals=warpgroups)
+    parts = reductions.scratch(values, warpgroups)
     grid = dict(grid=(blocks,), grid_names=("block",), num_threads=warpgroups, thread_name="warpgroup")
     return plgpu.kernel(
         body, out_type=out, scratch_types=[*scratch, parts], compiler_params=params, interpret=interpret, **grid

@@ -16,8 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from megajax.mesh import compat
 from megajax.mesh.current import manual
 from megajax.mesh.sharding import SEQUENCE_AXES, activation_spec, constrain
+from megajax.ops.choice import log_choice
 from megajax.ops.low_precision import log_format
 from megajax.ops.vocabulary import MAX_CHUNK_BYTES, VOCAB_AXES, LogitOptions, chunk_logits, layout_of, num_chunks
 from megajax.precision import Recipe
@@ -166,6 +168,10 @@ def _chunks(x_BTD, head_DV, bias_V, of_tokens, options: CrossEntropyOptions, wit
     chunks = tuple(a.reshape(count, num_tokens // count, *a.shape[2:]) for a in (x_BTD, *of_tokens))
     given = dict(head=options.logits.products(head_DV), bias_V=bias_V, options=options, with_gradients=with_gradients)
     step = functools.partial(_chunk, **given)
+    if with_gradients is not None:
+        reason = _kernel_problem(head_DV, bias_V, of_tokens, options)
+        log_choice("cross-entropy", f"XLA ({reason})" if reason else "one kernel (pallas_kernels/cross_entropy.py)")
+        step = functools.partial(_chunk if reason else _chunk_in_one_kernel, **given)
 
     def scan_step(sums, chunk):
         loss_before, before = sums
@@ -180,6 +186,47 @@ def _chunks(x_BTD, head_DV, bias_V, of_tokens, options: CrossEntropyOptions, wit
         (loss, d_matrices), others = lax.scan(scan_step, (loss, d_matrices), tuple(a[1:] for a in chunks))
         d_x = jnp.concatenate([d_x[None], others]) if with_gradients else None
     return loss, d_x.reshape(x_BTD.shape) if with_gradients else None, d_matrices
+
+
+def _kernel_problem(head_DV, bias_V, of_tokens, options: CrossEntropyOptions) -> str:
+    """Why the kernel for value and gradient cannot be used, or an empty string."""
+    if reason := compat.mosaic_problem():
+        return reason
+    parts = lax.axis_size(VOCAB_AXES)
+    reasons = {
+        f"a vocabulary in {parts} parts": parts > 1,
+        "a bias": bias_V is not None,
+        "a soft cap": options.logits.soft_cap is not None,
+        "label smoothing": options.label_smoothing != 0,
+        "entropies": len(of_tokens) > 2,
+    }
+    from pallas_kernels import cross_entropy as kernel  # not at the top: it takes time to import
+
+    found = next((reason for reason, applies in reasons.items() if applies), "")
+    return found or kernel.problem(head_DV.shape[1], head_DV.dtype)
+
+
+def _chunk_in_one_kernel(
+    x_CD, labels_C, weights_C, *, head, bias_V, options: CrossEntropyOptions, with_gradients: Gradients
+) -> tuple[jax.Array, Any, Any]:
+    """What `_chunk` returns, without a bias."""
+    from pallas_kernels import cross_entropy as kernel
+
+    (vocab, multiplier, *_), z_loss, _ = options
+    products_CV = head.logits(x_CD)
+    static = dict(vocab_size=vocab, multiplier=multiplier, z_loss=z_loss, dtype=x_CD.dtype)
+    results = kernel.value_and_gradient(products_CV, labels_C, weights_C, **static)
+    lse_C, d_products_CV = compat.vary(results, compat.varying_axes(products_CV))
+    of_label_C = multiplier * jnp.take_along_axis(products_CV, labels_C[:, None], 1, mode="clip")[:, 0]
+    lse_C, of_label_C = lax.psum((lse_C, of_label_C), VOCAB_AXES)  # which are of size 1
+    loss = jnp.sum(weights_C * (lse_C - of_label_C + z_loss * lse_C**2))
+    return loss, *_through_products(x_CD, d_products_CV, None, head, with_gradients)
+
+
+def _through_products(x_CD, d_products_CV, d_bias_V, head, with_gradients: Gradients):
+    """-> dx, (dhead, dbias)."""
+    d_head_DV = head.d_head(x_CD, d_products_CV) if with_gradients.of_head else None
+    return head.d_x(d_products_CV).astype(x_CD.dtype), (d_head_DV, d_bias_V)
 
 
 def _chunk(
@@ -224,6 +271,4 @@ def _chunk(
     if multiplier != 1.0:
         d_logits_CV *= multiplier
     d_bias_V = None if bias_V is None else jnp.sum(d_logits_CV, 0)
-    d_logits_CV = d_logits_CV.astype(x_CD.dtype)
-    d_head_DV = head.d_head(x_CD, d_logits_CV) if with_gradients.of_head else None
-    return loss, head.d_x(d_logits_CV).astype(x_CD.dtype), (d_head_DV, d_bias_V)
+    return loss, *_through_products(x_CD, d_logits_CV.astype(x_CD.dtype), d_bias_V, head, with_gradients)

@@ -1,19 +1,24 @@
-"""Cross-entropy equals its formula, value and gradients, chunked or not, on every mesh and over pipeline stages; and so
-do the scores of single tokens."""
+"""Cross-entropy equals its formula, value and gradients, chunked or not, on every mesh and over pipeline stages, by XLA
+and by the kernel; the kernel, interpreted, equals its formula; and so do the scores of single tokens."""
 
 import functools
+import logging
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import PartitionSpec as P
 
+from megajax.mesh import compat
+from megajax.ops.choice import log_choice
 from megajax.ops.cross_entropy import cross_entropy
 from megajax.ops.low_precision import FORMATS
 from megajax.ops.token_scores import token_scores
 from megajax.quantization.formats import quantize
+from pallas_kernels import cross_entropy as kernel
 
 B, T, D, V, TOKENS = 4, 16, 8, 32, 27  # V columns of the head, of which some may be padding
 VARIANTS = {
@@ -298,3 +303,131 @@ def test_logits_are_rounded_to_bfloat16_as_an_engine_rounds_them():
     logits = jnp.einsum("btd,dv->btv", x, head)[..., :TOKENS].astype(jnp.float32)
     expected = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], 2)[..., 0]
     np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+# ----------------------------------------------------------------------------- the kernel
+
+FOR_KERNEL = {"z_loss": 1e-2, "multiplier": 0.7, "vocab_size": TOKENS}
+
+
+def of_rows(products, labels, weights, *, vocab_size, multiplier, z_loss, dtype):
+    """What the kernel computes: lse, and the gradient by the products."""
+
+    def losses(products):
+        logits = multiplier * products[:, :vocab_size]
+        lse = jax.nn.logsumexp(logits, -1)
+        of_label = jnp.take_along_axis(logits, jnp.clip(labels, 0, vocab_size - 1)[:, None], 1)[:, 0]
+        return jnp.sum(weights * (lse - of_label + z_loss * lse**2)), lse
+
+    gradient, lse = jax.grad(losses, has_aux=True)(products)
+    return lse, gradient.astype(dtype)
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """The kernel needs a Hopper GPU: here something with the same results stands for it. -> the shapes it was given."""
+    shapes = []
+
+    def value_and_gradient(products, *rest, **static):
+        shapes.append(products.shape)
+        return of_rows(products, *rest, **static)
+
+    monkeypatch.setattr(compat, "mosaic_problem", lambda: "")
+    monkeypatch.setattr(kernel, "problem", lambda *_: "")
+    monkeypatch.setattr(kernel, "value_and_gradient", value_and_gradient)
+    return shapes
+
+
+@pytest.mark.parametrize("sizes", [{}, {"data": 2, "fsdp": 2}, {"context": 2, "expert": 2}], ids=str)
+def test_the_kernel_takes_the_place_of_the_formula(sizes, stand_in, make_test_mesh):
+    x, head, labels, weights = arguments()
+    loss_and_gradients = {
+        name: jax.value_and_grad(functools.partial(op, **FOR_KERNEL), (0, 1))
+        for name, op in {"ours": functools.partial(ours, max_chunk_bytes=512), "formula": formula}.items()
+    }
+    with jax.set_mesh(make_test_mesh(**sizes)):
+        found = jax.jit(loss_and_gradients["ours"])(x, head, labels, weights)
+    jax.tree.map(close, found, loss_and_gradients["formula"](x, head, labels, weights))
+    assert set(stand_in) == {(4, V)}  # 512 bytes of logits
+
+
+def test_the_choice_is_logged_with_its_reason(stand_in, make_test_mesh, caplog):
+    caplog.set_level(logging.INFO, "megajax")
+    log_choice.cache_clear()
+    with jax.set_mesh(make_test_mesh()):
+        for options in ({}, {"label_smoothing": 0.1}, {"biased": True}, {"soft_cap": 1.5}):
+            jax.make_jaxpr(jax.grad(functools.partial(ours, **options)))(*arguments())
+    with jax.set_mesh(make_test_mesh(tensor=2)):
+        jax.make_jaxpr(jax.grad(ours))(*arguments())
+    log_choice.cache_clear()
+    assert [record.getMessage() for record in caplog.records] == [
+        "cross-entropy: one kernel (pallas_kernels/cross_entropy.py)",
+        "cross-entropy: XLA (label smoothing)",
+        "cross-entropy: XLA (a bias)",
+        "cross-entropy: XLA (a soft cap)",
+        "cross-entropy: XLA (a vocabulary in 2 parts)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "reason"),
+    [
+        (4096, jnp.bfloat16, ""),
+        (50304, jnp.float16, ""),
+        (50304, jnp.float32, "dtype float32"),
+        (50257, jnp.bfloat16, "width 50257"),
+        (2048, jnp.bfloat16, "width 2048"),
+    ],
+)
+def test_kernel_says_why_it_refuses(width, dtype, reason):
+    assert kernel.problem(width, jnp.dtype(dtype)) == reason
+
+
+# Steps of 512 columns: three with a last one of 128, all of which fit, or two of which do.
+@pytest.mark.parametrize("slots", [3, 2])
+def test_interpreted_kernel_equals_the_formula(slots, interpreter, monkeypatch):
+    monkeypatch.setattr(plgpu, "load", lambda ref, index, layout: ref[index])
+    monkeypatch.setattr(plgpu, "layout_cast", lambda x, layout: x)
+    iota = lambda dtype, shape, dim, layout: jax.lax.broadcasted_iota(dtype, shape, dim)
+    monkeypatch.setattr(plgpu, "broadcasted_iota", iota)
+    monkeypatch.setattr(kernel, "NUM_SMS", 2)
+    monkeypatch.setattr(kernel, "LINES", 1)
+    monkeypatch.setattr(kernel, "STEP", 512)
+    monkeypatch.setattr(kernel, "SLOTS", slots)
+    rows, width, vocab_size = 5, 1152, 1100  # two blocks, of three and two rows
+    rng = np.random.default_rng(0)
+    products = 3 * rng.standard_normal((rows, width)).astype(np.float32)
+    products[:, vocab_size:] = 50  # padding
+    labels = np.array([vocab_size - 1, 0, 511, 1030, width + 9], np.int32)
+    weights = rng.random(rows).astype(np.float32)
+    weights[-1] = 0
+    static = dict(vocab_size=vocab_size, multiplier=0.7, z_loss=1e-2, dtype=jnp.float16)
+    lse, gradient = kernel.value_and_gradient(products, labels, weights, **static, interpret=interpreter)
+    wanted_lse, wanted_gradient = of_rows(products, labels, weights, **static | {"dtype": jnp.float32})
+    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-6)
+    np.testing.assert_allclose(gradient, wanted_gradient, rtol=2**-10, atol=1e-6)
+    np.testing.assert_array_equal(gradient[:, vocab_size:], 0)
+
+
+PROGRAM = """
+import functools
+import jax, jax.numpy as jnp
+from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.ops.cross_entropy import cross_entropy
+from megajax.planning.plan import devices_without_gpu, plan_device
+
+mesh = make_mesh(MeshConfig(fsdp=2), devices_without_gpu(2, plan_device("h100")))
+for vocabulary in (4096, 50304, 151936):
+    shapes = (2, 1024, 256), (256, vocabulary), (2, 1024), (2, 1024)
+    dtypes = jnp.bfloat16, jnp.float32, jnp.int32, jnp.float32
+    arrays = [jax.ShapeDtypeStruct(*of) for of in zip(shapes, dtypes)]
+    loss = functools.partial(cross_entropy, vocab_size=vocabulary, z_loss=0.0, label_smoothing=0.0)
+    with jax.set_mesh(mesh):
+        text = jax.jit(jax.grad(loss, (0, 1))).lower(*arrays).compile().as_text()
+    print(vocabulary, text.count('custom_call_target="mosaic_gpu'))
+"""
+
+
+@pytest.mark.cuda_wheels
+def test_kernel_compiles_for_hopper_on_a_mesh(compile_for_hopper):
+    assert [line.split()[-1] for line in compile_for_hopper(PROGRAM)] == ["1", "1", "1"]

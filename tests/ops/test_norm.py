@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from megajax.mesh import compat
 from megajax.ops import norm
 from megajax.ops.choice import log_choice
-from megajax.ops.norm import gated_rms_norm, residual_norm
+from megajax.ops.norm import gated_rms_norm, residual_norm, rms_norm
 from pallas_kernels import norm as kernel
 
 B, T, D = 4, 16, 8
@@ -121,6 +121,23 @@ def check_bfloat16(shape, mesh):
 
 def test_bfloat16_is_rounded_only_where_it_is_stored(make_test_mesh):
     check_bfloat16((B, T, 256), make_test_mesh())
+
+
+def test_norm_of_heads_and_its_gradients_equal_the_formula(make_test_mesh):
+    x, d_out = np.random.default_rng(0).standard_normal((2, B, T, 3, D)).astype(np.float32)
+    scale = 1 + np.arange(D, dtype=np.float32)
+
+    def both(x, scale, d_out):
+        ops = (formula_of_heads, lambda x, scale: rms_norm(x, scale, EPSILON))
+        pairs = [jax.vjp(op, x, scale) for op in ops]
+        return [(y, vjp(d_out)) for y, vjp in pairs]
+
+    def formula_of_heads(x, scale):
+        return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + EPSILON) * scale
+
+    with jax.set_mesh(make_test_mesh(data=2, tensor=2)):
+        wanted, found = jax.jit(both)(x, scale, d_out)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=3e-5), found, wanted)
 
 
 def test_gated_norm_and_its_gradients_equal_the_formula():
