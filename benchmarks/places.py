@@ -1,18 +1,23 @@
 """Maps each instruction of a compiled program to the function of megajax that it comes from.
 
 XLA records a stack frame for each instruction (`stack_frame_id` in its metadata) and prints the tables of files,
-functions, locations and frames above the program. A fusion has the frame of its root.
+functions, locations and frames above the program. A fusion has the frame of its root, or of the kernel in it.
 """
 
 import dataclasses
 import re
 
-from benchmarks.hlo import Program
+from benchmarks.hlo import Instruction, Program
 
 _TABLE = re.compile(r"^(\d+) (?:\"(.*)\"|\{(.*)\})$")
 _OURS = re.compile(r".*/((?:megajax|pallas_kernels)/.*\.py)$")
 # Skipped in favour of their callers, which are more informative.
-PASSED_THROUGH = ("megajax/ops/matmul.py", "megajax/mesh/sharding.py", "megajax/mesh/compat.py")
+PASSED_THROUGH = (
+    "megajax/ops/matmul.py",
+    "megajax/ops/mailboxes.py",
+    "megajax/mesh/sharding.py",
+    "megajax/mesh/compat.py",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,14 +34,28 @@ class Place:
 def places(text: str) -> dict[str, Place]:
     """text: from `jax.stages.Compiled.as_text()` -> {name of a launched instruction: its innermost Place}."""
     frames = _frames(text)
+    program = Program(text)
     found = {}
-    for instruction in Program(text).instructions():
-        frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
-        name = re.search(r'op_name="([^"]*)"', instruction.attributes)
-        place = frame and _innermost(frames, frame[1])
-        if place:
-            found[instruction.name] = Place(*place, backward=name is not None and "transpose(" in name[1])
+    for instruction in program.instructions():
+        if place := _place(frames, _recorded(program, instruction)):
+            found[instruction.name] = place
     return found
+
+
+def _recorded(program: Program, instruction: Instruction) -> Instruction:
+    """The instruction that has the frame: of a fusion without one, as XLA makes them of a library's or a Pallas kernel
+    and the slices that it reads, the kernel."""
+    if "stack_frame_id=" in instruction.attributes:
+        return instruction
+    inside = (inner for name in instruction.called for inner in program.computations.get(name, ()))
+    return next((inner for inner in inside if inner.opcode == "custom-call"), instruction)
+
+
+def _place(frames: dict[str, tuple[str, str, str]], instruction: Instruction) -> Place | None:
+    frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
+    name = re.search(r'op_name="([^"]*)"', instruction.attributes)
+    place = frame and _innermost(frames, frame[1])
+    return Place(*place, backward=name is not None and "transpose(" in name[1]) if place else None
 
 
 def _innermost(frames: dict[str, tuple[str, str, str]], number: str) -> tuple[str, str] | None:

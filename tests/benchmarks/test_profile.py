@@ -36,10 +36,17 @@ StackFrames
 3 {file_location_id=3 parent_frame_id=THIRD}
 4 {file_location_id=4 parent_frame_id=FIRST}
 
+%dynamic-slice-fusion.5 (p0: f32[8,8]) -> f32[8] {
+  %p0 = f32[8,8]{1,0} parameter(0)
+  %slice.4 = f32[8]{0} slice(%p0), slice={[0:1], [0:8]}, metadata={op_name="jit(step)/slice" stack_frame_id=1}
+  ROOT %custom-call.5 = f32[8]{0} custom-call(%slice.4), metadata={op_name="jit(step)/dot" stack_frame_id=2}
+}
+
 ENTRY %main (x: f32[8]) -> f32[8] {
   %x = f32[8]{0} parameter(0), metadata={op_name="x"}
   %custom-call.1 = f32[8]{0} custom-call(%x), metadata={op_name="jit(step)/transpose(jvp())/dot" stack_frame_id=3}
   %copy.2 = f32[8]{0} copy(%x), metadata={op_name="jit(step)/copy" stack_frame_id=4}
+  %dynamic_slice_fusion.5 = f32[8]{0} fusion(%x), kind=kCustom, calls=%dynamic-slice-fusion.5, metadata={}
   ROOT %loop_add_fusion = f32[8]{0} fusion(%x), calls=%add, metadata={op_name="jit(step)/add" stack_frame_id=1}
 }
 """
@@ -82,6 +89,7 @@ def test_the_location_is_the_innermost_informative_line_of_ours(offset):
     found = places(text)
     assert found == {
         "custom-call.1": Place("megajax/layers/feed_forward/mlp.py", "__call__", backward=True),
+        "dynamic_slice_fusion.5": Place("megajax/layers/feed_forward/mlp.py", "__call__", backward=False),
         "loop_add_fusion": Place("megajax/training/step.py", "train_step", backward=False),
     }
 
