@@ -43,8 +43,8 @@ def places(text: str) -> dict[str, Place]:
 
 
 def _recorded(program: Program, instruction: Instruction) -> Instruction:
-    """The instruction that has the frame: of a fusion without one, as XLA makes them of a library's or a Pallas kernel
-    and the slices that it reads, the kernel."""
+    """The instruction that has the frame. A fusion of a kernel (a library's or Pallas's) with the slices that it reads
+    has none of its own: then the kernel."""
     if "stack_frame_id=" in instruction.attributes:
         return instruction
     inside = (inner for name in instruction.called for inner in program.computations.get(name, ()))

@@ -7,9 +7,10 @@ Dimensions: C rows, V columns, of which the first `vocab_size` are tokens and th
 zero. Products and sums float32; the gradient bfloat16 or float16.
 A block computes row after row, each twice: from its beginning to its end for the maximum and the sum (online: Milakov
 and Gimelshein 2018, https://arxiv.org/abs/1805.02867), and back for the gradient. The four warpgroups of the block
-share a step of 4,096 columns. TMA writes the steps into a ring of slots in shared memory, as many as fit, so rows of up
-to 53,248 columns are read from there the second time, and of longer ones the end; the rest is fetched again, partly
-from the L2 cache. While a row is left, the next one comes in. Bytes: 6 C V, where XLA's three fusions move 14 C V.
+share a step of 4,096 columns. TMA writes the steps into a ring of slots in shared memory, as many as fit: of longer
+rows only the last 53,248 columns stay there for the second pass, and the others are fetched again. The next row is
+prefetched into each slot as the second pass frees it.
+Bytes: 6 C V + 4 C max(0, V - 53,248), where XLA's three fusions move 14 C V.
 """
 
 import functools
@@ -45,7 +46,7 @@ def value_and_gradient(
     products_CV: jax.Array, labels_C: jax.Array, weights_C: jax.Array, *, vocab_size: int, multiplier: float,
     z_loss: float, dtype: Any, interpret: Any = None
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """-> (lse float32 [C], d_products [C, V] in dtype). products, weights: float32; labels: int32."""
+    """-> (lse float32 [C], d_products [C, V] in dtype). products, weights: float32; labels: int32, -1 for none."""
     rows, width = products_CV.shape
     blocks = min(rows, NUM_SMS)
     steps = pl.cdiv(width, STEP)
@@ -67,7 +68,7 @@ def value_and_gradient(
             return pl.ds(lax.div(first_column(step), LINE), LINES)
 
         def slot_of(number, step):
-            """Of odd rows the slots are used in the opposite order, that in which the row before leaves them."""
+            """Odd rows use the slots in reverse, the order in which the previous row frees them."""
             slot = lax.rem(step, slots)
             return jnp.where(lax.rem(number, 2) == 0, slot, slots - 1 - slot)
 
@@ -110,8 +111,8 @@ def value_and_gradient(
             lse = (top + jnp.log2(total)) * math.log(2)
             factor = multiplier * weight * (1.0 + 2.0 * z_loss * lse) / total
 
-            def write(number_of_step, _):
-                step = steps - 1 - number_of_step
+            def write(steps_before, _):
+                step = steps - 1 - steps_before
 
                 @pl.when(step < steps - slots)
                 def _():

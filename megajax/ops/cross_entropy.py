@@ -166,12 +166,13 @@ def _chunks(x_BTD, head_DV, bias_V, of_tokens, options: CrossEntropyOptions, wit
     num_tokens = of_tokens[0].size
     count = num_chunks(num_tokens, head_DV, options.logits.max_chunk_bytes)
     chunks = tuple(a.reshape(count, num_tokens // count, *a.shape[2:]) for a in (x_BTD, *of_tokens))
-    given = dict(head=options.logits.products(head_DV), bias_V=bias_V, options=options, with_gradients=with_gradients)
-    step = functools.partial(_chunk, **given)
+    chunk = _chunk
     if with_gradients is not None:
         reason = _kernel_problem(head_DV, bias_V, of_tokens, options)
         log_choice("cross-entropy", f"XLA ({reason})" if reason else "one kernel (pallas_kernels/cross_entropy.py)")
-        step = functools.partial(_chunk if reason else _chunk_in_one_kernel, **given)
+        chunk = _chunk if reason else _chunk_in_one_kernel
+    given = dict(head=options.logits.products(head_DV), bias_V=bias_V, options=options, with_gradients=with_gradients)
+    step = functools.partial(chunk, **given)
 
     def scan_step(sums, chunk):
         loss_before, before = sums
@@ -190,20 +191,22 @@ def _chunks(x_BTD, head_DV, bias_V, of_tokens, options: CrossEntropyOptions, wit
 
 def _kernel_problem(head_DV, bias_V, of_tokens, options: CrossEntropyOptions) -> str:
     """Why the kernel for value and gradient cannot be used, or an empty string."""
-    if reason := compat.mosaic_problem():
-        return reason
-    parts = lax.axis_size(VOCAB_AXES)
+    num_parts = lax.axis_size(VOCAB_AXES)
     reasons = {
-        f"a vocabulary in {parts} parts": parts > 1,
+        f"a vocabulary in {num_parts} parts": num_parts > 1,
         "a bias": bias_V is not None,
         "a soft cap": options.logits.soft_cap is not None,
         "label smoothing": options.label_smoothing != 0,
         "entropies": len(of_tokens) > 2,
     }
-    from pallas_kernels import cross_entropy as kernel  # not at the top: it takes time to import
-
     found = next((reason for reason, applies in reasons.items() if applies), "")
-    return found or kernel.problem(head_DV.shape[1], head_DV.dtype)
+    if reason := compat.mosaic_problem() or found:
+        return reason
+    from pallas_kernels import (
+        cross_entropy as kernel,  # not at the top: only Hopper needs it, and it takes time to import
+    )
+
+    return kernel.problem(head_DV.shape[1], head_DV.dtype)
 
 
 def _chunk_in_one_kernel(
@@ -214,13 +217,30 @@ def _chunk_in_one_kernel(
 
     (vocab, multiplier, *_), z_loss, _ = options
     products_CV = head.logits(x_CD)
+    labels_C = jnp.where((labels_C >= 0) & (labels_C < vocab), labels_C, -1)
     static = dict(vocab_size=vocab, multiplier=multiplier, z_loss=z_loss, dtype=x_CD.dtype)
     results = kernel.value_and_gradient(products_CV, labels_C, weights_C, **static)
     lse_C, d_products_CV = compat.vary(results, compat.varying_axes(products_CV))
-    of_label_C = multiplier * jnp.take_along_axis(products_CV, labels_C[:, None], 1, mode="clip")[:, 0]
+    of_label_C = jnp.take_along_axis(products_CV, labels_C[:, None], 1, mode="clip")[:, 0]
+    of_label_C = jnp.where(labels_C < 0, 0.0, multiplier * of_label_C)
     lse_C, of_label_C = lax.psum((lse_C, of_label_C), VOCAB_AXES)  # which are of size 1
     loss = jnp.sum(weights_C * (lse_C - of_label_C + z_loss * lse_C**2))
     return loss, *_through_products(x_CD, d_products_CV, None, head, with_gradients)
+
+
+def value_and_gradient(
+    products_CV, labels_C, weights_C, *, vocab_size: int, multiplier: float, z_loss: float, dtype
+) -> tuple[jax.Array, jax.Array]:
+    """The reference of pallas_kernels/cross_entropy.py, with the same arguments and results."""
+    column_V = jnp.arange(products_CV.shape[1])
+    logits_CV = jnp.where(column_V < vocab_size, multiplier * products_CV, -jnp.inf)
+    top_C = jnp.max(logits_CV, -1)
+    exp_CV = jnp.exp(logits_CV - top_C[:, None])
+    total_C = jnp.sum(exp_CV, -1)
+    lse_C = top_C + jnp.log(total_C)
+    factor_C = weights_C * (1.0 + 2.0 * z_loss * lse_C) / total_C
+    target_CV = jnp.where(column_V == labels_C[:, None], weights_C[:, None], 0.0)
+    return lse_C, (multiplier * (exp_CV * factor_C[:, None] - target_CV)).astype(dtype)
 
 
 def _through_products(x_CD, d_products_CV, d_bias_V, head, with_gradients: Gradients):

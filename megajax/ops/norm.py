@@ -20,22 +20,21 @@ from megajax.ops.choice import log_choice
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
-    """x [..., D] / rms(x) * scale [D] -> x's dtype. With four or more dims each of the last but one is a head."""
+    """x [..., D] / rms(x) * scale [D], or [N, D] of `for_each_head` -> x's dtype."""
     x32 = x.astype(jnp.float32)
     inverse_rms = jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + epsilon)
-    scale32 = scale.astype(jnp.float32)
-    return (x32 * inverse_rms * (_of_heads(scale32, x.shape[-2]) if x.ndim > 3 else scale32)).astype(x.dtype)
+    return (x32 * inverse_rms * scale.astype(jnp.float32)).astype(x.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _of_heads(scale_H: jax.Array, num_heads: int) -> jax.Array:
-    """scale for each head [N, H]. Its gradient is summed over tokens, then over heads: XLA's sum over both at once has
-    only H columns, so few that it takes several times as long."""
+def for_each_head(scale_H: jax.Array, num_heads: int) -> jax.Array:
+    """The scale of each head [N, H]. Its gradient is summed over tokens, then over heads: XLA's sum over both at once
+    has only H columns, so few that it takes several times as long."""
     return jnp.broadcast_to(scale_H, (num_heads, *scale_H.shape))
 
 
-_of_heads.defvjp(
-    lambda scale_H, num_heads: (_of_heads(scale_H, num_heads), None),
+for_each_head.defvjp(
+    lambda scale_H, num_heads: (for_each_head(scale_H, num_heads), None),
     lambda num_heads, _, d_scale_NH: (jnp.sum(lax.optimization_barrier(d_scale_NH), 0),),
 )
 

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import PartitionSpec as P
 
 from megajax.mesh import compat
 from megajax.ops import norm
 from megajax.ops.choice import log_choice
-from megajax.ops.norm import gated_rms_norm, residual_norm, rms_norm
+from megajax.ops.norm import for_each_head, gated_rms_norm, residual_norm, rms_norm
 from pallas_kernels import norm as kernel
 
 B, T, D = 4, 16, 8
@@ -124,19 +125,26 @@ def test_bfloat16_is_rounded_only_where_it_is_stored(make_test_mesh):
 
 
 def test_norm_of_heads_and_its_gradients_equal_the_formula(make_test_mesh):
-    x, d_out = np.random.default_rng(0).standard_normal((2, B, T, 3, D)).astype(np.float32)
+    x, d_out = np.random.default_rng(0).standard_normal((2, B, T, 4, D)).astype(np.float32)
     scale = 1 + np.arange(D, dtype=np.float32)
 
-    def both(x, scale, d_out):
-        ops = (formula_of_heads, lambda x, scale: rms_norm(x, scale, EPSILON))
-        pairs = [jax.vjp(op, x, scale) for op in ops]
-        return [(y, vjp(d_out)) for y, vjp in pairs]
+    def of_heads(x, scale):
+        return rms_norm(x, for_each_head(scale, 4), EPSILON)
 
-    def formula_of_heads(x, scale):
+    def formula(x, scale):
         return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + EPSILON) * scale
 
-    with jax.set_mesh(make_test_mesh(data=2, tensor=2)):
-        wanted, found = jax.jit(both)(x, scale, d_out)
+    @functools.partial(jax.jit, static_argnums=0)
+    def with_gradients(op, x, scale, d_out):
+        y, vjp = jax.vjp(op, x, scale)
+        return y, vjp(d_out)
+
+    wanted = with_gradients(formula, x, scale, d_out)
+    mesh = make_test_mesh(data=2, tensor=2)
+    with jax.set_mesh(mesh):
+        split = jax.device_put((x, d_out), jax.NamedSharding(mesh, P("data", None, "tensor", None)))
+        found = with_gradients(of_heads, split[0], scale, split[1])
+    # The sum for the scale has 256 terms of up to some 30.
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=3e-5), found, wanted)
 
 

@@ -246,7 +246,7 @@ class Attention(nnx.Module):
 
     def _normed(self, norm: Norm, x_BTNH: jax.Array) -> jax.Array:
         if self.config.qk_norm_scope == "head":
-            return norm(x_BTNH)
+            return norm(x_BTNH, num_heads=x_BTNH.shape[2])
         return norm(x_BTNH.reshape(*x_BTNH.shape[:2], -1)).reshape(x_BTNH.shape)
 
     @property
