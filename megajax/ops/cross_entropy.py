@@ -218,10 +218,12 @@ def _chunk_in_one_kernel(
     (vocab, multiplier, *_), z_loss, _ = options
     products_CV = head.logits(x_CD)
     labels_C = jnp.where((labels_C >= 0) & (labels_C < vocab), labels_C, -1)
+    of_label_C = jnp.take_along_axis(products_CV, labels_C[:, None], 1, mode="clip")[:, 0]
+    # Read before the kernel: the products of a chunk would otherwise be kept until the loss is summed.
+    products_CV, of_label_C = lax.optimization_barrier((products_CV, of_label_C))
     static = dict(vocab_size=vocab, multiplier=multiplier, z_loss=z_loss, dtype=x_CD.dtype)
     results = kernel.value_and_gradient(products_CV, labels_C, weights_C, **static)
     lse_C, d_products_CV = compat.vary(results, compat.varying_axes(products_CV))
-    of_label_C = jnp.take_along_axis(products_CV, labels_C[:, None], 1, mode="clip")[:, 0]
     of_label_C = jnp.where(labels_C < 0, 0.0, multiplier * of_label_C)
     lse_C, of_label_C = lax.psum((lse_C, of_label_C), VOCAB_AXES)  # which are of size 1
     loss = jnp.sum(weights_C * (lse_C - of_label_C + z_loss * lse_C**2))
