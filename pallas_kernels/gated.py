@@ -23,6 +23,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.reductions import strided
+
 NUM_SMS = 132  # of H100 SXM, H200 and GH200
 BLOCKS_PER_SM = 8
 LINE = 128  # elements
@@ -168,16 +170,11 @@ def _for_each_piece(width: int, one_piece: Callable, start: Callable) -> list:
 
 def _load(ref, *index) -> jax.Array:
     """The lines index[-1] as float32; each thread holds up to 16 consecutive bytes."""
-    return plgpu.load(ref, index, layout=_layout(index[-1].size)).astype(jnp.float32)
+    return plgpu.load(ref, index, layout=strided((index[-1].size, LINE))).astype(jnp.float32)
 
 
 def _zeros(lines: int) -> jax.Array:
-    return plgpu.layout_cast(jnp.zeros((lines, LINE), jnp.float32), _layout(lines))
-
-
-def _layout(lines: int):
-    vector = next(v for v in (8, 4, 2, 1) if lines % v == 0)
-    return plgpu.Layout.WG_STRIDED((lines, LINE), vec_size=vector)
+    return plgpu.layout_cast(jnp.zeros((lines, LINE), jnp.float32), strided((lines, LINE)))
 
 
 def _in_lines(array: jax.Array) -> jax.Array:

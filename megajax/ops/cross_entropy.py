@@ -6,6 +6,8 @@ into its part of the loss, of dx and of the gradient of the output matrix, so no
 (Hsu et al. 2024, Liger Kernel, https://arxiv.org/abs/2410.10989). Over `tensor` three numbers per token are reduced
 (Shoeybi et al. 2019); pipeline stages share the vocabulary in the same way (Yeung et al. 2024,
 https://arxiv.org/abs/2411.05288).
+On Hopper our kernel makes the loss and the gradient of a chunk's logits in one go (pallas_kernels/cross_entropy.py),
+where a device has the whole vocabulary; elsewhere XLA does.
 """
 
 import functools
@@ -199,12 +201,13 @@ def _kernel_problem(head_DV, bias_V, of_tokens, options: CrossEntropyOptions) ->
         "label smoothing": options.label_smoothing != 0,
         "entropies": len(of_tokens) > 2,
     }
-    found = next((reason for reason, applies in reasons.items() if applies), "")
-    if reason := compat.mosaic_problem() or found:
+    if reason := compat.mosaic_problem():
         return reason
-    from pallas_kernels import (
-        cross_entropy as kernel,  # not at the top: only Hopper needs it, and it takes time to import
-    )
+    for reason, applies in reasons.items():
+        if applies:
+            return reason
+    # Not at the top: only Hopper needs it, and it takes time to import.
+    from pallas_kernels import cross_entropy as kernel
 
     return kernel.problem(head_DV.shape[1], head_DV.dtype)
 

@@ -181,7 +181,9 @@ RANK_MULTIPLE = 64  # of our kernel; a and b are padded with zeros
 def _low_rank(rows_RK, a_EKr, b_ErN, sizes_E, axes):
     """-> [R, N]. `tensor` splits K and N here, also where they are "embed", so that nothing is gathered but the
     matrices, and only rows [R, r] are summed."""
-    assert TENSOR in free_axes()
+    assert TENSOR in free_axes(), (
+        "a device that has only parts of experts (ops/mailboxes.py) cannot add to their products"
+    )
     return _low_rank_forward(rows_RK, a_EKr, b_ErN, sizes_E, axes)[0]
 
 
