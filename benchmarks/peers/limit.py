@@ -3,8 +3,9 @@
     python -m benchmarks.peers.limit --config=NAME [--seconds=10] [--windows=1] [--section.field=value ...]
 
 Repeats one step's worth of both, forward and backward, in order, on one GPU: the work of one device of the mesh without
-communication. Timed separately they would be too fast: a GPU that idles in between has higher clocks. Prints one line
-of JSON; `parts` has the time of each operation alone, measured right after the windows.
+communication. Attention is that of whole sequences, even if the recipe keeps documents apart. Timed separately, the
+operations would be too fast: a GPU that idles in between has higher clocks. Prints one line of JSON; `parts` has the
+time of each operation alone, measured right after the windows.
 """
 
 import dataclasses
