@@ -38,6 +38,17 @@ def losses(path: str, steps: Sequence[int], curves: Mapping[str, Sequence[float]
     save(figure, path)
 
 
+def lines(path: str, series: Mapping[str, Iterable[tuple[float, float]]], x: str, y: str) -> None:
+    """{name: points of a line}."""
+    figure = new_figure(7, 4)
+    axes = figure.subplots()
+    for name, points in series.items():
+        axes.plot(*zip(*points, strict=True), linewidth=1.5, label=name)
+    axes.set(xlabel=x, ylabel=y)
+    axes.legend()
+    save(figure, path)
+
+
 def lines_and_dots(
     path: str, series: Mapping[str, tuple[Iterable[tuple[float, float]], Iterable[tuple[float, float]]]], x: str, y: str
 ) -> None:

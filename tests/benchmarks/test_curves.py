@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import curves
+from benchmarks import curves, time_to_loss
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,6 +40,12 @@ def test_runs_that_cannot_be_compared_are_refused(tmp_path):
 def test_readme_shows_the_measured_curves():
     found = json.loads((ROOT / "benchmarks" / "measured" / "loss_curves.json").read_text())
     assert curves.table(found) in (ROOT / "docs" / "speed.md").read_text()
+
+
+def test_speed_shows_the_measured_times_to_a_loss(tmp_path, capsys):
+    time_to_loss.main([f"--plot={tmp_path}/p.svg"])
+    assert capsys.readouterr().out in (ROOT / "docs" / "speed.md").read_text()
+    assert "<!-- gpt2_124m_speed in 80 steps -->" in (tmp_path / "p.svg").read_text()
 
 
 def test_hyperparameters_shows_the_measured_losses():
