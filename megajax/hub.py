@@ -4,7 +4,7 @@ HF_HUB_OFFLINE)."""
 import contextlib
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,7 +67,7 @@ def _downloaded(named: str, files: tuple[str, ...], kind: str = "model") -> str:
 
 
 @contextlib.contextmanager
-def problems(named: str, kind: str = "model") -> Iterator:
+def problems(named: str, kind: str = "model") -> Generator:
     """huggingface_hub, whose errors become one ValueError each."""
     try:
         import huggingface_hub

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from pathlib import Path
 
 import jax
@@ -237,7 +237,7 @@ def make_trainer(
     lock: RunLock | None = None,
     on_metrics: Listener | None = None,
     batches: Iterable | None = None,
-) -> Iterator[Trainer]:
+) -> Generator[Trainer]:
     """The Trainer of a run on all devices; the mesh of the config must be resolved. lock: of the run directory; without
     it nothing is written there. on_metrics, batches: as in `train`."""
     run_dir = Path(config.run_dir)

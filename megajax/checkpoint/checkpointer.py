@@ -14,7 +14,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,7 @@ class Checkpointer:
         self._left_unfinished = False
 
     @contextlib.contextmanager
-    def _counted(self, what: str) -> Iterator[None]:
+    def _counted(self, what: str) -> Generator[None]:
         """Counts and logs an error of a save (a full, missing or slow disk): training continues."""
         try:
             yield

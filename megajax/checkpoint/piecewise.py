@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +176,7 @@ class StoredParams:
         return tuple(row.tolist())
 
     @contextlib.contextmanager
-    def _naming(self, name: str) -> Iterator[None]:
+    def _naming(self, name: str) -> Generator[None]:
         try:
             yield
         except (ValueError, OSError) as error:

@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -281,7 +281,7 @@ def bench_engine(engine: "Engine", loads: "list[Load]", workload: Workload) -> "
     from megajax.inference.traffic import EngineTarget
 
     @contextlib.asynccontextmanager
-    async def started() -> "AsyncIterator[Target]":
+    async def started() -> "AsyncGenerator[Target]":
         thread = EngineThread(engine, max_requests=workload.num_requests)
         thread.start()
         await thread.until_ready()

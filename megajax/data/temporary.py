@@ -14,7 +14,7 @@ import os
 import shutil
 import socket
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import BinaryIO
 
 from megajax.terminal.announce import announced
@@ -41,7 +41,7 @@ def rename(file: BinaryIO, path: str) -> None:
 
 
 @contextlib.contextmanager
-def temporary_folder(path: str) -> Iterator[str]:
+def temporary_folder(path: str) -> Generator[str]:
     """A new, empty folder next to `path`; removed at the end unless it was renamed. Removes leftovers of killed writers
     of `path`."""
     _remove_abandoned(path)

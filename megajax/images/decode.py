@@ -3,7 +3,7 @@
 import contextlib
 import importlib.util
 import io
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _upright_size(image: "PIL.Image.Image") -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def _opened(data: bytes, name: str, max_pixels: int) -> Iterator["PIL.Image.Image"]:
+def _opened(data: bytes, name: str, max_pixels: int) -> Generator["PIL.Image.Image"]:
     """The image, its pixels not yet decoded. What fails inside becomes a ValueError."""
     require_pillow()
     import PIL.Image

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
@@ -94,7 +94,7 @@ class Transform:
 
 
 @contextlib.contextmanager
-def transforming(transforms: Sequence[Transform]) -> Iterator[None]:
+def transforming(transforms: Sequence[Transform]) -> Generator[None]:
     """Stacks that are built inside apply these transforms to the matrices of their layers."""
     token = _CURRENT.set(tuple(transforms))
     try:
@@ -108,7 +108,7 @@ def current_transforms() -> tuple[Transform, ...]:
 
 
 @contextlib.contextmanager
-def computing(inputs: Mapping[str, Any]) -> Iterator[None]:
+def computing(inputs: Mapping[str, Any]) -> Generator[None]:
     """Products inside are those of a layer with these inputs: arrays of the trace in which it is called."""
     token = _INPUTS.set(inputs)
     try:

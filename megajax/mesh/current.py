@@ -7,7 +7,7 @@ device, and every axis has size 1.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextvars import ContextVar
 
 import jax
@@ -76,7 +76,7 @@ def mailbox_addresses() -> jax.Array | None:
 
 
 @contextlib.contextmanager
-def exchanging(addresses: jax.Array | None) -> Iterator[None]:
+def exchanging(addresses: jax.Array | None) -> Generator[None]:
     """What is traced within uses these mailboxes, unless addresses is None. With them sequences are whole on all GPUs:
     a sum that leaves each of them a part would be followed by a gather."""
     token = _addresses.set(addresses)

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -212,7 +212,7 @@ class Lowering:
         return program.lower()
 
     @contextlib.contextmanager
-    def processes(self) -> Iterator[None]:
+    def processes(self) -> Generator[None]:
         """Meanwhile the other processes lower as well. They start when the first program is lowered."""
         with self._lock:
             self._num_users += 1

@@ -4,14 +4,14 @@ import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 
 logger = logging.getLogger("megajax")
 PATIENCE_SECONDS = 2.0
 
 
 @contextlib.contextmanager
-def announced(what: str) -> Iterator[None]:
+def announced(what: str) -> Generator[None]:
     """what: describes the block, such as "tokenizing 700 files". A block shorter than PATIENCE_SECONDS logs nothing."""
     if sys.stdout.isatty():
         with _spinner(what):

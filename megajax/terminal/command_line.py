@@ -20,7 +20,7 @@ import functools
 import logging
 import sys
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar
 
 from megajax.fields.ranges import Range, allows, describe, describe_range, is_union
@@ -207,7 +207,7 @@ def docstrings(kind: type) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def errors_in_one_line() -> Iterator[None]:
+def errors_in_one_line() -> Generator[None]:
     """A ValueError ends the process with status 2 and its message; libraries log only errors, in one line each."""
     logging.getLogger("absl").setLevel(logging.ERROR)
     shorten_library_errors()

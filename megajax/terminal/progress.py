@@ -1,11 +1,11 @@
 """A progress bar for work that is counted in bytes."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 
 @contextlib.contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+def progress_bar(what: str) -> Generator[Callable[[int, int], None]]:
     """advance(bytes that are done, bytes in all), shown on a terminal alone."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn

@@ -10,7 +10,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -346,7 +346,7 @@ class Trainer:
 
 
 @contextlib.contextmanager
-def _collected(problems: list[ValueError]) -> Iterator[None]:
+def _collected(problems: list[ValueError]) -> Generator[None]:
     try:
         yield
     except ValueError as error:

@@ -4,7 +4,7 @@ import contextlib
 import fcntl
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -43,7 +43,7 @@ class RunLock:
 
 
 @contextmanager
-def locked(run_dir: Path) -> Iterator[RunLock]:
+def locked(run_dir: Path) -> Generator[RunLock]:
     """Raises ValueError if another process is training in the run directory, or if it cannot be written.
 
     Process 0 locks for all processes. The system releases the lock when the process ends.
@@ -79,7 +79,7 @@ def _is_at(file: IO, path: Path) -> bool:
 
 
 @contextmanager
-def _locked_file(run_dir: Path) -> Iterator[IO]:
+def _locked_file(run_dir: Path) -> Generator[IO]:
     """Holds run_dir/.lock. Removes what it created if the run is refused before it writes its config."""
     path = run_dir / LOCK
     made = [file for file in (path, run_dir) if not file.exists()]

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from megajax.terminal.progress import progress_bar
 
 
 @contextlib.contextmanager
-def new_directory(path: str | Path, field: str) -> Iterator[Path]:
+def new_directory(path: str | Path, field: str) -> Generator[Path]:
     """A temporary directory, renamed to `path` when complete. Raises ValueError if `path` exists."""
     path = Path(path)
     if path.exists() or path.is_symlink():

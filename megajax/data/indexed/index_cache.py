@@ -14,7 +14,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import BinaryIO
 
 import numpy as np
@@ -64,7 +64,7 @@ def content_hash(array: np.ndarray) -> str:
 
 
 @contextlib.contextmanager
-def _alone(stem: str) -> Iterator[None]:
+def _alone(stem: str) -> Generator[None]:
     """Holds the lock of an entry, which the system releases if this process dies; does nothing without locks."""
     try:
         os.makedirs(os.path.dirname(stem), exist_ok=True)

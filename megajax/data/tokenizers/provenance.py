@@ -90,7 +90,7 @@ class Generation(jinja2.ext.Extension):
 class Environment(Sandbox):
     """A sandbox whose templates render to a Text."""
 
-    concat = staticmethod(join)
+    concat = staticmethod(join)  # pyrefly: ignore[bad-override]: of an overload for LiteralString
 
     def __init__(self, **options):
         super().__init__(join, **options)

@@ -12,10 +12,11 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import jinja2
+import jinja2.filters
 import jinja2.nodes
 import jinja2.sandbox
 import jinja2.visitor
@@ -77,7 +78,7 @@ _UNLIMITED = _Budget(math.inf, math.inf)  # outside of a rendering
 
 
 @contextlib.contextmanager
-def limited() -> Iterator[None]:
+def limited() -> Generator[None]:
     """What is rendered inside has one budget."""
     token = _current.set(_Budget(MOST_OPERATIONS, MOST_SECONDS))
     try:

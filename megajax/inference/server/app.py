@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.resources
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 import prometheus_client
@@ -93,7 +93,7 @@ class Server(Service):
         self.app = self._make(routes, self._lifespan, lambda: self.replicas.is_ready)
 
     @contextlib.asynccontextmanager
-    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+    async def _lifespan(self, app: Starlette) -> AsyncGenerator[None]:
         self.replicas.start()
         yield
         self._long_work.shutdown(wait=False, cancel_futures=True)

@@ -5,7 +5,7 @@ import base64
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -70,7 +70,7 @@ class EmbeddingServer(Service):
         self.app = self._make(routes, self._lifespan, lambda: self._is_ready)
 
     @contextlib.asynccontextmanager
-    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+    async def _lifespan(self, app: Starlette) -> AsyncGenerator[None]:
         warm_up = asyncio.create_task(self._warm_up())
         yield
         warm_up.cancel()

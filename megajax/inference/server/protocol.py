@@ -8,7 +8,7 @@ import base64
 import contextlib
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -406,7 +406,7 @@ def parse(kind: type[Kind], body: bytes) -> Kind:
 
 
 @contextlib.contextmanager
-def refusing_values() -> Iterator[None]:
+def refusing_values() -> Generator[None]:
     """A ValueError becomes Refused, with the field that its message begins with."""
     try:
         yield

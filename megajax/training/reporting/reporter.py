@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, Literal
 
 import jax
@@ -74,7 +74,7 @@ class Reporter:
         self._seconds = 0.0
 
     @contextlib.contextmanager
-    def starting(self, step: int) -> Iterator[None]:
+    def starting(self, step: int) -> Generator[None]:
         """Wraps the dispatch of a step. The first batch of a shape compiles it; the previous step is reported before,
         so that the compilation does not count in its time."""
         batch = self.schedule(step - 1)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -245,7 +245,7 @@ class Folder:
 
 
 @contextlib.contextmanager
-def problems_in(file: Path) -> Iterator[None]:
+def problems_in(file: Path) -> Generator[None]:
     """Names the file in a ValueError, which is also raised for values of another type than an option expects."""
     try:
         yield

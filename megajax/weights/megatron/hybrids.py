@@ -5,6 +5,7 @@ in_proj and the convolution have the names that torch_dist gives their parts: ga
 
 import dataclasses
 import re
+from typing import Any
 
 from megajax.layers.feed_forward.moe import MoeConfig
 from megajax.layers.recurrent.mamba import MambaConfig
@@ -38,10 +39,11 @@ def read_model(given: Arguments, shapes: Shapes) -> HybridConfig:
             f"{_GATED_NORM_EPSILON}, and megajax everything with model.norm_epsilon; only {_GATED_NORM_EPSILON} can be "
             "imported"
         )
-    fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)} | {"kind": "hybrid"}
+    fields: dict[str, Any] = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
     moe = model.moe if "E" in pattern else MoeConfig()
     mamba = _mamba(given, shapes) if "M" in pattern else MambaConfig()
-    return HybridConfig(**fields | {"pattern": pattern, "num_layers": len(pattern), "moe": moe, "mamba": mamba})
+    fields |= {"kind": "hybrid", "pattern": pattern, "num_layers": len(pattern), "moe": moe, "mamba": mamba}
+    return HybridConfig(**fields)
 
 
 def _pattern(shapes: Shapes) -> str:
