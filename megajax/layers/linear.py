@@ -14,9 +14,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from megajax.layers.transform import Transform
-from megajax.mesh.sharding import constrain
+from megajax.mesh.sharding import constrain, weight_spec
 from megajax.ops import matmul as ops
 from megajax.ops.grouped_matmul import GroupedWeight
 from megajax.ops.low_precision import low_precision_matmul
@@ -203,8 +204,19 @@ def side_by_side(
     if recipe is not None:
         y = _low_precision(x, recipe, linears, weights, axis, 1)
     else:
-        y = ops.matmul_side_by_side(x, weights, axis, has_gradient=has_gradient)
+        outputs = _outputs_spec(linears[0], len(shape) - 1, axis - 1)
+        y = ops.matmul_side_by_side(x, weights, axis, has_gradient=has_gradient, outputs=outputs)
     return _changed(x, y, _Joined(linears, tuple(shape[1:]), axis - 1))
+
+
+def _outputs_spec(linear: Linear, num_outputs: int, axis: int) -> P:
+    """How the mesh splits the outputs of Linears side by side along `axis`: the first of the other dims, if any."""
+    first, *_ = weight_spec(linear.record.axes[linear.num_inputs :])
+    dims = [None] * num_outputs
+    others = [dim for dim in range(num_outputs) if dim != axis]
+    if others:
+        dims[others[0]] = first
+    return P(*dims)
 
 
 def _changed(x: jax.Array, y: jax.Array, joined: _Joined) -> jax.Array:

@@ -20,6 +20,7 @@ from megajax.layers.layer import ADAPTERS
 from megajax.layers.linear import Matrix
 from megajax.layers.transform import Joined, Transform, layer_inputs
 from megajax.ops.grouped_matmul import GroupedWeight, LowRankSum
+from megajax.ops.mailboxes import summed_matmul
 from megajax.ops.matmul import JOINED_MULTIPLE, matmul
 from megajax.parameters import Parameter, weight
 from megajax.precision import PrecisionConfig
@@ -142,7 +143,7 @@ class Lora(Transform):
 
     def output(self, matrix: Matrix, x: jax.Array, y: jax.Array) -> jax.Array:
         a, b = _factors(matrix)
-        return y + matmul(matmul(x, self.scale * a, matrix.record.num_inputs), b)
+        return y + matmul(_narrow(matrix, x, self.scale * a), b)
 
     def joined_output(self, matrices: Sequence[Matrix], x: jax.Array, y: jax.Array, joined: Joined) -> jax.Array:
         """All a side by side, and each b in the rows of its a, with zeros in the columns of the other matrices: two
@@ -214,7 +215,7 @@ class AdapterChoice(Transform):
             owners_R[start:end] = number
             scales_R[start:end] = adapter.scale
         scales = jnp.where(chosen[..., None] == owners_R, jnp.asarray(scales_R, x.dtype), 0)
-        return y + matmul(scales * matmul(x, a, matrix.record.num_inputs), b)
+        return y + matmul(scales * _narrow(matrix, x, a), b)
 
 
 def _add_factors(matrix: Matrix, rank: int, rngs: nnx.Rngs) -> None:
@@ -233,6 +234,12 @@ def _add_factors(matrix: Matrix, rank: int, rngs: nnx.Rngs) -> None:
     adapted.lora_a = weight((*shape[:end], rank), a_axes, draw, rngs, "adapter", record.num_inputs)
     b_shape = (*shape[:first], rank, *shape[end:])
     adapted.lora_b = weight(b_shape, b_axes, nnx.initializers.zeros, rngs, "adapter")
+
+
+def _narrow(matrix: Matrix, x: jax.Array, a: jax.Array) -> jax.Array:
+    """x a, [..., R]."""
+    count = matrix.record.num_inputs
+    return summed_matmul(x, a, count, (*matrix.record.axes[:count], "rank"))
 
 
 def _factors(matrix: Matrix) -> tuple[jax.Array, jax.Array]:

@@ -1,21 +1,53 @@
-"""Products of a few rows with a matrix in 4 bits, as in decoding: on Hopper our kernel reads the levels
-(pallas_kernels/four_bits.py). Other devices, meshes of several, other groups than of 128 inputs and more rows have a
-copy of the matrix in their dtype.
+"""Products with a matrix in 4 bits. For a few rows, as in decoding, our kernel reads the levels on Hopper
+(pallas_kernels/four_bits.py); where `tensor` is the only axis of the mesh, each GPU those of its part. Other devices
+and meshes, other groups than of 128 inputs and more rows have a copy of the matrix in their dtype.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from megajax.mesh import compat
-from megajax.mesh.current import free_axes
+from megajax.mesh.current import free_axes, manual
 from megajax.ops.choice import log_choice
 from megajax.quantization.weights import QuantizedWeight
 
+AXIS = "tensor"
 ALIGNED = 8  # rows of the kernel
+
+
+def matmul(x: jax.Array, weight: QuantizedWeight, num_contracted: int, outputs: P | None) -> jax.Array:
+    """x [..., *K] -> [..., *N] in x's dtype. outputs: how the mesh splits the dims N; None: not known."""
+    if outputs is None or not splits_alone():
+        return _matmul(x, weight, num_contracted)
+    of_groups = P(None, *outputs)
+    specs = parts_of(weight, P(*outputs, *(None,) * num_contracted), of_groups)
+    out_spec = P(*(None,) * (x.ndim - num_contracted), *outputs)
+    # check_vma: it does not know kernels.
+    return manual(lambda x, w: _matmul(x, w, num_contracted), (P(), specs), out_spec, check_vma=False)(x, weight)
+
+
+def splits_alone() -> bool:
+    """Whether AXIS is the only axis that splits here."""
+    sizes = free_axes()
+    return sizes.get(AXIS, 1) > 1 and math.prod(sizes.values()) == sizes[AXIS]
+
+
+def parts_of(weight: QuantizedWeight, values: P, of_groups: P) -> Any:
+    """The PartitionSpecs of its arrays."""
+    zero = None if weight.zero is None else of_groups
+    input_scale = None if weight.input_scale is None else P()
+    specs: dict[str, Any] = dict(values=values, scale=of_groups, input_scale=input_scale, zero=zero)
+    return dataclasses.replace(weight, **specs)
+
+
+def _matmul(x: jax.Array, weight: QuantizedWeight, num_contracted: int) -> jax.Array:
+    return weight.multiply(x, num_contracted) if problem(x, weight) else multiply(x, weight)
 
 
 def problem(x: jax.Array, weight: QuantizedWeight) -> str:

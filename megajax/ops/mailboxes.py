@@ -5,7 +5,6 @@ XLA does them by itself wherever this file is not asked. But what XLA takes for 
 (jaxlib 0.11.2), so that a decoding step is not one CUDA graph, and the host waits until it is done.
 """
 
-import dataclasses
 import itertools
 import math
 import os
@@ -22,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.mesh import compat
 from megajax.mesh.current import axis_size, free_axes, mailbox_addresses, manual
 from megajax.mesh.sharding import WEIGHT_AXES, weight_spec
+from megajax.ops import four_bits
 from megajax.ops.matmul import Weight, matmul
 from megajax.quantization.weights import QuantizedWeight
 
@@ -101,9 +101,10 @@ def summed_over_parts(
 def summed_matmul(x: jax.Array, w: Weight, num_contracted: int, axes: Sequence[str]) -> jax.Array:
     """matmul (ops/matmul.py) by a weight with these logical axes."""
     is_split = any(AXIS in WEIGHT_AXES[axis] for axis in axes[:num_contracted])
-    spec = _spec(w, num_contracted, axes) if is_split and mailbox_addresses() is not None else None
+    has_parts = mailbox_addresses() is not None or _is_in_4_bits(w) and four_bits.splits_alone()
+    spec = _spec(w, num_contracted, axes) if is_split and has_parts else None
     if spec is None:
-        return matmul(x, w, num_contracted)
+        return matmul(x, w, num_contracted, weight_spec(axes[num_contracted:]))
 
     x_spec = P(*(None,) * (x.ndim - num_contracted), *weight_spec(axes)[:num_contracted])
     return manual(lambda x, w: _sum(matmul(x, w, num_contracted)), (x_spec, spec), P(), check_vma=False)(x, w)
@@ -118,13 +119,15 @@ def _spec(w: Weight, num_contracted: int, axes: Sequence[str]) -> Any:
     inputs, outputs = (tuple(weight_spec(part)) for part in (axes[:num_contracted], axes[num_contracted:]))
     if isinstance(w, jax.Array):
         return P(*inputs, *outputs)
-    # 4 bits have a kernel of their own. Rounded `by_rows`, a part of a row has a scale of its own, which is finer than
-    # that of the whole row; a `dynamic` one belongs to the format of a folder.
-    if not isinstance(w, QuantizedWeight) or w.is_in_4_bits or w.inputs == "dynamic":
+    if not isinstance(w, QuantizedWeight):
         return None
-    of_input = None if w.input_scale is None else P()
-    specs: dict[str, Any] = dict(values=P(*outputs, *inputs), scale=P(None, *outputs), input_scale=of_input)
-    return dataclasses.replace(w, **specs)
+    # Where inputs are rounded by row, a part of a row has a scale of its own, which is finer than one of the whole row.
+    groups = AXIS if w.is_in_4_bits else None  # of inputs that AXIS splits
+    return four_bits.parts_of(w, P(*outputs, *inputs), P(groups, *outputs))
+
+
+def _is_in_4_bits(w: Weight) -> bool:
+    return isinstance(w, QuantizedWeight) and w.is_in_4_bits
 
 
 def gathered(x: jax.Array) -> jax.Array:

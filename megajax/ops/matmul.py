@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from megajax.ops import four_bits
 from megajax.parameters import is_in_8_bits, observe_arrays
@@ -120,8 +121,10 @@ def _log_whole() -> None:
     )
 
 
-def matmul(x: jax.Array, w: Weight, num_contracted: int = 1) -> jax.Array:
+def matmul(x: jax.Array, w: Weight, num_contracted: int = 1, outputs: P | None = None) -> jax.Array:
     """Contracts the last `num_contracted` dims of x [..., *K] with the first of w [*K, *N] -> [..., *N].
+
+    outputs: how the mesh splits the dims N, for matrices in 4 bits, whose kernel XLA cannot split.
 
     Computes in x's dtype (w is cast to it, before any gather that XLA inserts) and accumulates in float32; the result
     has x's dtype, and so has the gradient of w, unless w is a Float32Gradient. Float32 inputs are multiplied in full
@@ -129,8 +132,8 @@ def matmul(x: jax.Array, w: Weight, num_contracted: int = 1) -> jax.Array:
     """
     if isinstance(w, Float32Gradient):
         return _with_float32_gradient(x, (w.array,), 0, num_contracted)
-    if isinstance(w, QuantizedWeight) and w.is_in_4_bits and not four_bits.problem(x, w):
-        return four_bits.multiply(x, w)
+    if isinstance(w, QuantizedWeight) and w.is_in_4_bits:
+        return four_bits.matmul(x, w, num_contracted, outputs)
     if isinstance(w, QuantizedWeight | ObservedWeight):
         return w.multiply(x, num_contracted)
     assert not isinstance(w, JoinedWeight)
@@ -142,21 +145,23 @@ def matmul(x: jax.Array, w: Weight, num_contracted: int = 1) -> jax.Array:
     return jax.lax.dot_general(x, w.astype(x.dtype), (dims, ((), ())), precision=dot_precision(x.dtype))
 
 
-def matmul_side_by_side(x: jax.Array, weights: Sequence[Weight], axis: int, *, has_gradient: bool = True) -> jax.Array:
+def matmul_side_by_side(
+    x: jax.Array, weights: Sequence[Weight], axis: int, *, has_gradient: bool = True, outputs: P | None = None
+) -> jax.Array:  # fmt: skip
     """[matmul(x, w) for w in weights] joined along `axis` of the weights, computed as one product.
 
     weights: [D, ...], with equal shapes except along `axis` (D is 0), which must not be a dim that the mesh splits. The
     gradient of x is then one product too, instead of a sum of several. Without a gradient, and with few rows, they are
-    separate products: joining the weights copies them. JoinedWeights are one product.
+    separate products: joining the weights copies them. JoinedWeights are one product. outputs: as for `matmul`.
     """
     if isinstance(weights[0], JoinedWeight):
         assert weights[0].weight is not None
-        return matmul(x, weights[0].weight)
+        return matmul(x, weights[0].weight, 1, outputs)
     wide = tuple(w.array for w in weights if isinstance(w, Float32Gradient))
     plain = [w for w in weights if isinstance(w, jax.Array)]
     is_alone = not has_gradient or len(weights) not in (len(wide), len(plain))
     if is_alone or math.prod(x.shape[:-1]) < MIN_JOINED_ROWS:
-        return jnp.concatenate([matmul(x, w) for w in weights], x.ndim - 2 + axis)
+        return jnp.concatenate([matmul(x, w, 1, outputs) for w in weights], x.ndim - 2 + axis)
     if wide:
         return _with_float32_gradient(x, wide, axis, 1)
     are_levels = all(w.dtype == plain[0].dtype and is_in_8_bits(w) for w in plain)

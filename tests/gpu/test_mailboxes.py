@@ -16,10 +16,12 @@ from megajax.inference.engine import Engine, ServingConfig
 from megajax.inference.tokens.sampling import Sampling, TokenLogprobs
 from megajax.layers.feed_forward.moe import MoeConfig
 from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.mesh.current import exchanging
 from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
-from megajax.ops.mailboxes import Mailboxes, once_all_are_ready
+from megajax.ops.mailboxes import Mailboxes, once_all_are_ready, summed_matmul
 from megajax.precision import PrecisionConfig
+from megajax.quantization.weights import QuantizedWeight
 from pallas_kernels.mailboxes import FEW_VECTORS, SLOT_BYTES, VECTOR_BYTES, all_gather, all_reduce
 
 N = 4 if jax.device_count() >= 4 else 2
@@ -28,7 +30,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(jax.device_count() < 2, reason
 ROW_BYTES = 2 * 4096
 MOST_FEW = FEW_VECTORS * VECTOR_BYTES // ROW_BYTES
 # (rows, width). Of 4,104 numbers the last block has less than the others; the last two need two and five rounds.
-SHAPES = ((2, 4096), (7, 4104), (MOST_FEW, 4096), (MOST_FEW + 1, 4104), (256, 4096), (300, 4096),
+SHAPES = ((5, 8), (2, 4096), (7, 4104), (MOST_FEW, 4096), (MOST_FEW + 1, 4104), (256, 4096), (300, 4096),
           (4 * SLOT_BYTES // ROW_BYTES + 1, 4096))  # fmt: skip
 
 
@@ -95,6 +97,27 @@ def test_many_sums_of_different_sizes_in_sequence():
         found = [program(*SHAPES[number])[0](np.int32(2))[0] for number in chosen]
         for number, each in zip(chosen, found, strict=True):
             np.testing.assert_array_equal(np.asarray(each, np.float32), expected[number])
+
+
+@pytest.mark.parametrize("rows", [1, 32, 33])
+def test_products_in_four_bits_are_summed(rows):
+    mesh, found = boxes()
+    rng = np.random.default_rng(rows)
+    num_groups = 2 * N
+    levels = jnp.asarray(rng.integers(0, 256, (256, 64 * num_groups), np.uint8))
+    scale = jnp.asarray(rng.uniform(0.01, 0.03, (num_groups, 256)), jnp.float16)
+    weight = QuantizedWeight(levels, scale, None, "unchanged", jnp.full(scale.shape, -2, jnp.int8))
+    x = jnp.asarray(rng.standard_normal((rows, 128 * num_groups)), jnp.bfloat16)
+
+    def product(x, weight, words):
+        x = once_all_are_ready(x, words)
+        with exchanging(words):
+            return summed_matmul(x, weight, 1, ("mlp", "embed"))
+
+    with jax.set_mesh(mesh):
+        y = jax.jit(product)(x, weight, found.addresses)
+    wanted = np.asarray(x, np.float32) @ np.asarray(weight.matrix())
+    np.testing.assert_allclose(np.asarray(y, np.float32), wanted, atol=2**-6 * np.abs(wanted).max())
 
 
 DENSE = DecoderConfig(num_layers=3, embed_dim=512, num_heads=16, head_dim=64, num_kv_heads=4, mlp_dim=1024,

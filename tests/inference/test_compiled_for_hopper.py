@@ -155,7 +155,7 @@ def test_a_call_copies_no_weight_and_no_page(compile_for_hopper):
 
 
 SEVERAL_GPUS = """
-import dataclasses, functools, re, tempfile
+import dataclasses, functools, math, re, tempfile
 from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -164,7 +164,7 @@ from megajax.inference.device.batches import Batches, Shapes
 from megajax.inference.device.compiler_options import decode_options, prefill_options
 from megajax.inference.device.packing import num_words
 from megajax.inference.device.programs import Rows
-from megajax.inference.device.weights import _quantizer, FORMATS
+from megajax.inference.device.weights import _quantizer, _shardings, FORMATS
 from megajax.layers.attention.kv_cache import PoolSizes
 from megajax.layers.feed_forward.moe import MoeConfig
 from megajax.layers.feed_forward.router import RouterConfig
@@ -174,6 +174,7 @@ from megajax.models.decoder import DecoderConfig
 from megajax.models.model import Model
 from megajax.parameters import PerLayer, is_per_layer
 from megajax.planning.plan import devices_without_gpu, plan_device
+from megajax.quantization.weights import QuantizedWeight
 
 mesh = make_mesh(MeshConfig(tensor=2), devices_without_gpu(2, plan_device("h100")))
 dense = DecoderConfig(
@@ -202,6 +203,19 @@ def in_float8(node, record):
         compiled = quantizer.lower(node.arrays[0]).compile()
     found = jax.eval_shape(quantizer, node.arrays[0])
     one = jax.tree.map(lambda a, sharding: on_mesh(a, sharding.spec), found, compiled.output_shardings)
+    return PerLayer((one,) * len(node.arrays))
+
+def in_groups(node, record):  # of 128 inputs, as folders have them
+    if not is_per_layer(node) or not record.is_quantizable:
+        return node
+    inputs, outputs = np.split(node.arrays[0].shape, [record.num_inputs])
+    of_groups = (math.prod(inputs) // 128, *outputs)
+    levels = jax.ShapeDtypeStruct((*outputs, *inputs[:-1], inputs[-1] // 2), jnp.uint8)
+    scale, zero = (jax.ShapeDtypeStruct(of_groups, dtype) for dtype in (jnp.float16, jnp.int8))
+    weight = QuantizedWeight(levels, scale, None, "unchanged", zero)
+    of_layer = dataclasses.replace(record, axes=record.axes[1:])
+    shardings = _shardings(of_layer, "unchanged", mesh, has_zero=True)
+    one = jax.tree.map(lambda a, sharding: on_mesh(a, sharding.spec), weight, shardings)
     return PerLayer((one,) * len(node.arrays))
 
 def without_mask(call):
@@ -245,14 +259,16 @@ def weights(config, format):
     model = Model(config)
     leaves = model.cast_weights(model.precision.compute_dtype), model.records, model.shardings(mesh)
     params = jax.tree.map(weight, *leaves)
-    if format == "float8":
-        params = jax.tree.map(in_float8, params, model.records, is_leaf=is_per_layer)
+    if format != "bfloat16":
+        change = in_float8 if format == "float8" else in_groups
+        params = jax.tree.map(change, params, model.records, is_leaf=is_per_layer)
     return model, params
 
 addresses = np.zeros((2, 2), np.uint32)
 decode("decode bfloat16 2", dense, "bfloat16", 2)
 decode("decode bfloat16 64", dense, "bfloat16", 64)
 decode("decode float8 64", dense, "float8", 64)
+decode("decode int4 2", dense, "int4", 2)
 decode("decode mixture 2", mixture, "bfloat16", 2)
 decode("decode mixture 128", mixture, "bfloat16", 128)
 prefill("prompts", dense, 128)
@@ -263,7 +279,7 @@ prefill("prompts mixture", mixture, 896)
 @pytest.mark.cuda_wheels
 def test_programs_of_several_gpus_are_one_graph_after_the_only_collective_of_xla(compile_for_hopper):
     """The collective is there for the order in which graphs are made and run."""
-    decode = "bfloat16 2", "bfloat16 64", "float8 64", "mixture 2", "mixture 128"
+    decode = "bfloat16 2", "bfloat16 64", "float8 64", "int4 2", "mixture 2", "mixture 128"
     names = [f"decode {name}" for name in decode] + ["prompts", "prompts mixture"]
     kinds = ["kCommandBuffer", "kAsyncStart", "kCommandBuffer", "kAsyncDone", "kCommandBuffer"]
     assert compile_for_hopper(SEVERAL_GPUS) == [f"{name} ['all-reduce'] {kinds}" for name in names]

@@ -1,10 +1,17 @@
 """Products of few rows with matrices in 4 bits, and the kernel, interpreted, equal their formula in float64."""
 
+import math
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from megajax.layers.linear import Linear, side_by_side
 from megajax.ops import four_bits
+from megajax.ops.mailboxes import summed_matmul
+from megajax.ops.matmul import JoinedWeight
 from megajax.quantization.weights import QuantizedWeight
 from pallas_kernels import four_bits as kernel
 
@@ -44,6 +51,67 @@ def test_interpreted_kernel_equals_the_formula(interpreted, monkeypatch, has_zer
     wanted = np.tensordot(np.asarray(x, np.float64), np.asarray(weight.matrix(), np.float64), 2)
     assert found.shape == wanted.shape == (3, 2, 128)
     assert np.linalg.norm(found - wanted) <= 2**-9 * np.linalg.norm(wanted)
+
+
+@pytest.fixture
+def of_devices(monkeypatch):
+    """Shapes of the levels of which the kernel, here its formula, computes products on a device."""
+    shapes = []
+
+    def products(rows_RK, values_NB, scale_GN, zero_GN):
+        shapes.append(values_NB.shape)
+        matrix_KN = QuantizedWeight(values_NB, scale_GN, None, "unchanged", zero_GN).matrix()
+        return (rows_RK.astype(jnp.float32) @ matrix_KN).T[None]
+
+    monkeypatch.setattr(kernel, "products", products)
+    monkeypatch.setattr("megajax.mesh.compat.mosaic_problem", lambda: "")
+    return shapes
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "axes", "of_device"),
+    [
+        ((4, 128), (256,), ("heads", "head_dim", "embed"), (256, 128)),  # summed
+        ((256,), (2, 128), ("embed", "kv_heads", "head_dim"), (128, 128)),
+        ((256,), (256,), ("embed", "mlp"), (128, 128)),
+        ((256,), (256,), ("embed", "latent"), (256, 128)),  # whole
+    ],
+)
+@pytest.mark.parametrize("has_zero", [False, True])
+def test_each_gpu_reads_its_part(inputs, outputs, axes, of_device, has_zero, of_devices, make_test_mesh):
+    rng = np.random.default_rng(1)
+    weight = weight_of(rng, inputs, outputs, math.prod(inputs) // 128, has_zero)
+    x = jnp.asarray(rng.standard_normal((3, 1, *inputs)), jnp.bfloat16)
+    count = len(inputs)
+    with jax.set_mesh(make_test_mesh(tensor=2)):
+        found = jax.jit(lambda x, w: summed_matmul(x, w, count, axes))(x, weight)
+    assert of_devices == [of_device]
+    wanted = np.tensordot(np.asarray(x, np.float32), np.asarray(weight.matrix()), count)
+    np.testing.assert_allclose(np.asarray(found, np.float32), wanted, atol=2**-7 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize(("dims", "axis", "of_device"), [((2, -1, 128), 2, (256, 128)), ((1, 512), 1, (256, 128))])
+@pytest.mark.parametrize("is_joined", [False, True])
+def test_each_gpu_reads_its_part_of_matrices_side_by_side(dims, axis, of_device, is_joined, of_devices, make_test_mesh):
+    """Queries and values of a decoder, gate and up of its MLP."""
+    rng = np.random.default_rng(2)
+    names, outputs = (("kv_heads", "head_dim"), (4, 128)) if axis == 2 else (("mlp",), (512,))
+    weights = [weight_of(rng, (256,), outputs, 2, True) for _ in range(2)]
+    stored = JoinedWeight.of(weights, (256, *dims), axis) if is_joined else weights
+    x = jnp.asarray(rng.standard_normal((3, 1, 256)), jnp.bfloat16)
+
+    def multiplied(x, stored):
+        linears = [Linear((256,), outputs, ("embed", *names), 0.02, rngs=nnx.Rngs(0)) for _ in stored]
+        for linear, w in zip(linears, stored, strict=True):
+            linear.weight = nnx.Param(w, record=linear.record)
+        return side_by_side(x, linears, (256, *dims), axis, has_gradient=False)
+
+    with jax.set_mesh(make_test_mesh(tensor=2)):
+        found = jax.jit(multiplied)(x, stored)
+    assert set(of_devices) == {(2 * of_device[0], of_device[1]) if is_joined else of_device}
+    matrix = np.concatenate([np.asarray(w.matrix()).reshape(256, *dims) for w in weights], axis)
+    wanted = np.tensordot(np.asarray(x, np.float32), matrix, 1)
+    np.testing.assert_allclose(np.asarray(found, np.float32), wanted, atol=2**-7 * np.abs(wanted).max())
 
 
 PROGRAM = """
