@@ -87,7 +87,7 @@ def value_and_gradient(
 
             def logits(step):
                 """In units of log 2; of padding -inf."""
-                values = plgpu.load(ring, (slot_of(number, step), group), layout=_layout()) * scale
+                values = plgpu.load(ring.at[slot_of(number, step), group], (), layout=_layout()) * scale
                 return jnp.where(column < vocab_size - first_column(step), values, -jnp.inf)
 
             def add(step, carry):

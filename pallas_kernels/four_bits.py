@@ -78,7 +78,7 @@ def products(
                 plgpu.copy_gmem_to_smem(source.at[group, outputs], target.at[stage], full.at[stage])
 
         def of_group(ref, stage):
-            return plgpu.load(ref, (stage,), layout=plgpu.Layout.WGMMA.reduce(1)).astype(jnp.float32)
+            return plgpu.load(ref.at[stage], (), layout=plgpu.Layout.WGMMA.reduce(1)).astype(jnp.float32)
 
         def one_step(step, sums):
             stage = lax.rem(step, stages)

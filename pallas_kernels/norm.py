@@ -260,8 +260,8 @@ def _blocks(rows: int) -> int:
 
 
 def _loader(shape: tuple[int, ...]):
-    def load(ref, index: Any = ()):
-        return plgpu.load(ref, index, layout=strided(shape)).astype(jnp.float32)
+    def load(ref, index):
+        return plgpu.load(ref.at[index], (), layout=strided(shape)).astype(jnp.float32)
 
     return load
 
