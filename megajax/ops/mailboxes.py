@@ -121,6 +121,8 @@ def _spec(w: Weight, num_contracted: int, axes: Sequence[str]) -> Any:
         return P(*inputs, *outputs)
     if not isinstance(w, QuantizedWeight):
         return None
+    if w.is_in_4_bits and w.scale.shape[0] == 1:  # each byte has an input of the first and one of the second half
+        return None
     # Where inputs are rounded by row, a part of a row has a scale of its own, which is finer than one of the whole row.
     groups = AXIS if w.is_in_4_bits else None  # of inputs that AXIS splits
     return four_bits.parts_of(w, P(*outputs, *inputs), P(groups, *outputs))

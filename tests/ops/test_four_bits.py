@@ -78,7 +78,7 @@ def of_devices(monkeypatch):
     ],
 )
 @pytest.mark.parametrize("has_zero", [False, True])
-def test_each_gpu_reads_its_part(inputs, outputs, axes, of_device, has_zero, of_devices, make_test_mesh):
+def test_each_gpu_reads_its_part_of_a_matrix(inputs, outputs, axes, of_device, has_zero, of_devices, make_test_mesh):
     rng = np.random.default_rng(1)
     weight = weight_of(rng, inputs, outputs, math.prod(inputs) // 128, has_zero)
     x = jnp.asarray(rng.standard_normal((3, 1, *inputs)), jnp.bfloat16)
@@ -88,6 +88,18 @@ def test_each_gpu_reads_its_part(inputs, outputs, axes, of_device, has_zero, of_
     assert of_devices == [of_device]
     wanted = np.tensordot(np.asarray(x, np.float32), np.asarray(weight.matrix()), count)
     np.testing.assert_allclose(np.asarray(found, np.float32), wanted, atol=2**-7 * np.abs(wanted).max())
+
+
+def test_one_group_of_all_inputs_is_not_split(of_devices, make_test_mesh):
+    """Its bytes have inputs of both halves."""
+    rng = np.random.default_rng(3)
+    weight = weight_of(rng, (256,), (128,), 1, False)
+    x = jnp.asarray(rng.standard_normal((3, 1, 256)), jnp.bfloat16)
+    with jax.set_mesh(make_test_mesh(tensor=2)):
+        found = jax.jit(lambda x, w: summed_matmul(x, w, 1, ("mlp", "embed")))(x, weight)
+    wanted = np.tensordot(np.asarray(x, np.float32), np.asarray(weight.matrix()), 1)
+    np.testing.assert_allclose(np.asarray(found, np.float32), wanted, atol=2**-7 * np.abs(wanted).max())
+    assert not of_devices
 
 
 @pytest.mark.parametrize(("dims", "axis", "of_device"), [((2, -1, 128), 2, (256, 128)), ((1, 512), 1, (256, 128))])
