@@ -248,13 +248,15 @@ class Executor:
             like = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), host)
             words = jax.ShapeDtypeStruct((num_words(like),), np.uint32, sharding=self._replicated)
             of = (self._model, self.vocab_size, self.sizes)
+            batch, *_, addresses = host
+            has_mailboxes = addresses is not None
             if name == "decode":
                 function = functools.partial(_decode, *of, self._max_steps, like)
-                options = self._decode_options(params, len(host[0].positions_B))
+                num_rows = len(batch.positions_B)
+                options = decode_options(self._model, params, self.mesh, num_rows, has_mailboxes=has_mailboxes)
             else:
                 function = functools.partial(_prefill, *of, like)
-                has_mailboxes = host[-1] is not None
-                options = prefill_options(params, self.mesh, len(host[0].tokens_T), has_mailboxes=has_mailboxes)
+                options = prefill_options(params, self.mesh, len(batch.tokens_T), has_mailboxes=has_mailboxes)
             arguments = self._abstract((params, self.caches, self._rows, words, *on_device))
             shardings = (jax.tree.map(lambda a: a.sharding, self.caches), self._replicated, self._replicated)
             program = Unlowered(function, arguments, self.mesh, donated=(1, 2), out_shardings=shardings)
@@ -287,11 +289,7 @@ class Executor:
     @property
     def asks_for_graphs(self) -> bool:
         """Whether XLA is asked to make decoding programs CUDA graphs."""
-        return IN_GRAPHS in self._decode_options({}, 1)
-
-    def _decode_options(self, params: dict, num_rows: int) -> dict[str, str]:
-        has_mailboxes = self._mailboxes is not None
-        return decode_options(self._model, params, self.mesh, num_rows, has_mailboxes=has_mailboxes)
+        return IN_GRAPHS in decode_options(self._model, {}, self.mesh, 1, has_mailboxes=self._mailboxes is not None)
 
     def compilations(self, params: dict, batches: Batches, shapes: Shapes) -> dict[tuple, Compilation]:
         """By function and shape: each compiles a program, unless that has been done. They keep no arrays."""
