@@ -152,11 +152,12 @@ class Config:
         return self.data.with_tokenizer(self.model.vocab_size, self.task.num_added_ids)
 
     def for_plan(self) -> "Config":
-        """The config on the mesh that it names, whatever devices there are; an axis of -1 becomes 1."""
+        """The config on the mesh that it names, whatever devices there are; an axis of -1 becomes 1, and data that is
+        not named yet mock documents."""
         check_fields(self, "--")
         self.mesh.check()
         mesh = self.mesh.with_sizes({axis: max(size, 1) for axis, size in self.mesh.sizes().items()})
-        return dataclasses.replace(self, mesh=mesh).check_on(mesh.num_devices)
+        return dataclasses.replace(self, mesh=mesh, data=self.data.for_plan()).check_on(mesh.num_devices)
 
     def make_model(self) -> Model:
         """The model without weights; the mesh must be resolved. Raises ValueError for frozen parameters that do not

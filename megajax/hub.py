@@ -1,19 +1,29 @@
 """Names of the Hugging Face hub: huggingface_hub downloads, and its own settings hold (HF_TOKEN, HF_HOME, HF_ENDPOINT,
 HF_HUB_OFFLINE)."""
 
+import atexit
 import contextlib
+import dataclasses
 import functools
+import json
 import re
+import shutil
+import tempfile
 from collections.abc import Generator
+from contextvars import ContextVar
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 PREFIX = "hugging_face:"
 """Before the path of a folder, or the name of what the hub has."""
 CARD = "README.md"
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt")
-MODEL_FILES = ("*.safetensors", CARD, *TOKENIZER_FILES)
+WEIGHTS = "*.safetensors"
+MODEL_FILES = (WEIGHTS, CARD, *TOKENIZER_FILES)
 OTHER_FILES = ["*/*", "consolidated*"]  # other formats in folders of their own, and a second copy of Mistral's weights
+
+_needs_weights: ContextVar[bool] = ContextVar("whether weights are read", default=True)
 
 
 class Name(NamedTuple):
@@ -35,7 +45,20 @@ def local(path: str | Path, files: tuple[str, ...] = MODEL_FILES) -> str:
     """
     text = str(path)
     named = text.removeprefix(PREFIX)
-    return named if named == text or Path(named).is_dir() else _downloaded(named, files)
+    if named == text or Path(named).is_dir():
+        return named
+    return _downloaded(named, files) if WEIGHTS not in files or _needs_weights.get() else _without_weights(named)
+
+
+@contextlib.contextmanager
+def without_weights() -> Generator[None]:
+    """Models of the hub that are named inside are downloaded without their weights, for what reads names and shapes
+    alone: their files have zeros, and exist until this process ends."""
+    token = _needs_weights.set(False)
+    try:
+        yield
+    finally:
+        _needs_weights.reset(token)
 
 
 def short_name(path: str | Path) -> str:
@@ -66,6 +89,36 @@ def _downloaded(named: str, files: tuple[str, ...], kind: str = "model") -> str:
         )
 
 
+@functools.cache
+def _without_weights(named: str) -> str:
+    with problems(named) as hub:
+        if hub.constants.HF_HUB_OFFLINE:
+            return _downloaded(named, MODEL_FILES)
+        found = Path(_downloaded(named, tuple(pattern for pattern in MODEL_FILES if pattern != WEIGHTS)))
+        folder = Path(tempfile.mkdtemp(prefix="megajax-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        for path in found.iterdir():
+            (folder / path.name).symlink_to(path.resolve())
+        api = hub.HfApi()
+        of_commit = dict(repo_id=named.partition("@")[0], revision=found.name)
+        for name in api.list_repo_files(**of_commit):
+            is_other = any(fnmatch(name, pattern) for pattern in OTHER_FILES)
+            if fnmatch(name, WEIGHTS) and not is_other and not (folder / name).exists():
+                _write_shapes(folder / name, api.parse_safetensors_file_metadata(filename=name, **of_commit))
+    return str(folder)
+
+
+def _write_shapes(path: Path, found: Any) -> None:
+    """A file of safetensors with zeros that take no space. found: its SafetensorsFileMetadata."""
+    tensors = {name: dataclasses.asdict(tensor) for name, tensor in found.tensors.items()}
+    keys = ("dtype", "shape", "data_offsets")
+    header = {name: {key: tensor[key] for key in keys} for name, tensor in tensors.items()}
+    text = json.dumps({"__metadata__": found.metadata} | header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0))
+
+
 @contextlib.contextmanager
 def problems(named: str, kind: str = "model") -> Generator:
     """huggingface_hub, whose errors become one ValueError each."""
@@ -94,7 +147,7 @@ def problems(named: str, kind: str = "model") -> Generator:
             f"where it can, run hf download {named.replace('@', ' --revision ')} --repo-type {kind} --local-dir DIR, "
             "and copy DIR"
         )
-    except (OSError, errors.HTTPError) as error:
+    except (OSError, errors.HTTPError, errors.SafetensorsParsingError) as error:
         problem = f"{page}: {' '.join(str(error).split())}"
     else:
         return

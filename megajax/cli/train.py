@@ -23,6 +23,7 @@
                        their values
 """
 
+import contextlib
 import dataclasses
 import json
 import sys
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import configs
+from megajax import hub
 from megajax.fields.ranges import NonNegativeFloat, NonNegativeInt
 from megajax.terminal.command_line import parse_known, print_help
 from megajax.terminal.one_line import for_terminal, terminal_width, wrapped
@@ -78,8 +80,9 @@ def main(arguments: list[str]) -> None:
             "which recipe? --config=NAME; --list_configs shows all (python train.py --config=gpt_tiny); "
             "--run_dir=DIR alone resumes a run"
         )
-    config = _saved_config(overrides) if is_resumed else configs.recipe(options.config)
-    _run(config, options, wants_help, overrides)
+    with hub.without_weights() if options.plan else contextlib.nullcontext():
+        config = _saved_config(overrides) if is_resumed else configs.recipe(options.config)
+        _run(config, options, wants_help, overrides)
 
 
 def _run(config: "Config", options: Options, wants_help: bool, overrides: list[str]) -> None:

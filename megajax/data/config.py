@@ -16,6 +16,8 @@ from megajax.fields.ranges import NonNegativeFloat, Range
 logger = logging.getLogger("megajax")
 
 SourceKind = Literal["indexed", "text", "drawn", "mock"]
+READ = {"indexed": "paths", "text": "text", "drawn": None, "mock": None}
+"""The field that names what a source reads."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +62,13 @@ class DataConfig:
         self._check_source()
         self._check_paths()
 
+    def for_plan(self) -> "DataConfig":
+        """A plan reads no data: mock documents if none are named."""
+        needed = READ[self.source]
+        return self if not needed or getattr(self, needed) else dataclasses.replace(self, source="mock")
+
     def _check_source(self) -> None:
-        needed = {"indexed": "paths", "text": "text", "drawn": None, "mock": None}[self.source]
+        needed = READ[self.source]
         for field in ("paths", "blend_changes", "eval_paths", "text"):
             used = field == needed or (self.source == "indexed" and field != "text")
             if getattr(self, field) and not used:

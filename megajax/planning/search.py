@@ -149,6 +149,7 @@ def print_search(name: str, config: "Config", request: str) -> None:
         raise ValueError(f"--plan={request}: for how many GPUs? --plan=search:64, or search:64:h200")
     device = plan_device(kind or "h100")
     config.mesh.check()  # it is not used, but 0 devices on an axis are a mistake
+    config = dataclasses.replace(config, data=config.data.for_plan())
     if not sys.stderr.isatty():
         logger.info("searching the meshes of %s GPUs", number)
     with Progress(console=RichConsole(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:

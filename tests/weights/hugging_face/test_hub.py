@@ -35,6 +35,8 @@ class Hub(http.server.ThreadingHTTPServer):
         self.files: dict[str, dict[str, bytes]] = collections.defaultdict(dict)
         self.private: dict[str, bool] = {}
         self.requests: list[str] = []
+        self.read: list[str] = []
+        """What was read as a whole."""
         self.tokens: set[str | None] = set()
 
     @property
@@ -74,7 +76,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
             content = files.get("/".join(words[4:]))
             if content is None:
                 return self.answer(b"", 404, {"X-Error-Code": "EntryNotFound"})
-            return self.answer(content, of={"ETag": hashlib.sha1(content).hexdigest(), "X-Repo-Commit": commit})
+            of = {"ETag": hashlib.sha1(content).hexdigest(), "X-Repo-Commit": commit}
+            if found := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")):
+                return self.answer(content[int(found[1]) : int(found[2]) + 1], 206, of)
+            if self.command == "GET":
+                self.server.read.append(words[4])
+            return self.answer(content, of=of)
         if words[2:3] == ["tree"]:
             return self.answer(
                 [dict(type="file", path=name, size=len(text), oid=hashlib.sha1(text).hexdigest())
@@ -159,6 +166,23 @@ def test_a_tokenizer_of_the_hub_needs_no_weights(server, llama_folder):
     found = load_tokenizer("hugging_face:org/only-tokenizer@v1")
     assert found.identity == load_tokenizer(str(llama_folder)).identity
     assert not any("safetensors" in request for request in server.requests)
+
+
+def test_a_plan_reads_no_weights_of_the_hub(server, llama_folder, monkeypatch, capsys):
+    server.add("org/planned", llama_folder)
+    server.files["org/planned"]["consolidated.safetensors"] = b"another copy"
+    for plan in ("--plan", "--plan=search:2"):  # neither needs the data that a run would
+        train.main([f"--config=hugging_face:{llama_folder}", plan])
+        _, *wanted = capsys.readouterr().out.splitlines()
+        train.main(["--config=hugging_face:org/planned", plan])
+        title, *found = capsys.readouterr().out.splitlines()
+        assert "hugging_face:org/planned" in title and found == wanted
+    assert "config.json" in server.read and "model.safetensors" not in server.read
+    downloaded = fine_tuning("hugging_face:org/planned").checkpoint.source()[0]  # outside of a plan
+    assert (downloaded / "model.safetensors").read_bytes() == (llama_folder / "model.safetensors").read_bytes()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with hub.without_weights():
+        assert hub.local(f"hugging_face:org/planned@{downloaded.name}") == str(downloaded)
 
 
 def test_what_cannot_be_downloaded_is_one_line_that_says_what_to_do(server, llama_folder, monkeypatch):
