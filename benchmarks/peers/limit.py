@@ -8,6 +8,7 @@ operations would be too fast: a GPU that idles in between has higher clocks. Pri
 time of each operation alone, measured right after the windows.
 """
 
+import collections
 import dataclasses
 import functools
 import time
@@ -20,22 +21,28 @@ from benchmarks.command_line import print_measured, run
 from benchmarks.records import devices, jax_versions, record
 from benchmarks.sustained import windows
 from megajax.config import Config
+from megajax.layers.feed_forward.mlp import MlpConfig
+from megajax.layers.feed_forward.moe import ExpertsConfig
+from megajax.mesh.config import MeshConfig
 
 
 @dataclasses.dataclass(frozen=True)
 class Gemm:
-    """[m, k] @ [k, n] in the forward pass, and the two matmuls of its backward pass; `times` times per step."""
+    """[m, k] @ [k, n] in the forward pass, and the two matmuls of its backward pass; `times` times per step.
+
+    groups: of an expert each, in one batched matmul."""
 
     name: str
     m: int
     k: int
     n: int
     times: int
+    groups: int = 1
 
     @property
     def flops(self) -> float:
         """Per step."""
-        return 3 * 2 * self.m * self.k * self.n * self.times
+        return 3 * 2 * self.groups * self.m * self.k * self.n * self.times
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,28 +69,49 @@ def work(config: Config) -> tuple[list[Gemm], AttentionShape]:
         raise ValueError(f"lora.rank={config.lora.rank}: the limit of adapters is unknown; use --peers=torch")
     if mesh.context > 1:
         raise ValueError(f"mesh.context={mesh.context}: the limit of split sequences is unknown; use --peers=torch")
-    if model.moe.num_experts is not None:
+    if model.moe.num_experts is not None and mesh.expert * mesh.tensor > 1:
         raise ValueError(
-            f"model.moe.num_experts={model.moe.num_experts}: the limit of experts is unknown; leave it out"
+            f"mesh.expert={mesh.expert}, mesh.tensor={mesh.tensor}: the limit of split experts is unknown; use "
+            "--peers=torch"
+        )
+    if model.latent.kv_rank is not None:
+        raise ValueError(
+            f"model.latent.kv_rank={model.latent.kv_rank}: the limit of latent attention is unknown; use --peers=loop"
         )
     batch = training.global_batch_size // mesh.batch_shards
     length = training.sequence_length
     heads = model.num_heads // mesh.tensor
     kv_heads = model.kv_heads // mesh.tensor
-    wide = model.width_of_mlp // mesh.tensor
     tokens = batch * length
     width = model.embed_dim
     layers = model.num_layers
-    mlp = model.layers(config.execution)[0].mlp
-    num_wide = mlp.wide_dim // mlp.mlp_dim
     gemms = [
         Gemm("query, key, value", tokens, width, (heads + 2 * kv_heads) * model.width_of_head, layers),
         Gemm("attention out", tokens, heads * model.width_of_head, width, layers),
-        Gemm("mlp up", tokens, width, wide, layers * num_wide),
-        Gemm("mlp down", tokens, wide, width, layers),
         Gemm("output layer", tokens, width, model.padded_vocab_size // mesh.tensor, 1),
     ]
+    for mlp, times in collections.Counter(layer.mlp for layer in model.layers(config.execution)).items():
+        gemms += of_experts(mlp, tokens, times) if isinstance(mlp, ExpertsConfig) else of_mlp(mlp, tokens, times, mesh)
     return gemms, AttentionShape(batch, length, heads, kv_heads, model.width_of_head, layers)
+
+
+def of_mlp(mlp: MlpConfig, tokens: int, times: int, mesh: MeshConfig) -> list[Gemm]:
+    wide = mlp.mlp_dim // mesh.tensor
+    return [
+        Gemm("mlp up", tokens, mlp.embed_dim, wide, times * mlp.wide_dim // mlp.mlp_dim),
+        Gemm("mlp down", tokens, wide, mlp.embed_dim, times),
+    ]
+
+
+def of_experts(mlp: ExpertsConfig, tokens: int, times: int) -> list[Gemm]:
+    """As if each expert had the same number of tokens."""
+    rows = tokens * mlp.top_k // mlp.num_experts
+    gemms = [
+        Gemm("router", tokens, mlp.embed_dim, mlp.num_experts, times),
+        Gemm("experts up", rows, mlp.embed_dim, mlp.wide_dim, times, mlp.num_experts),
+        Gemm("experts down", rows, mlp.mlp_dim, mlp.embed_dim, times, mlp.num_experts),
+    ]
+    return gemms + (of_mlp(mlp.shared, tokens, times, MeshConfig()) if mlp.shared else [])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,12 +130,14 @@ class Operation:
 def operations(gemms: list[Gemm], attention: AttentionShape) -> list[Operation]:
     directions = {
         "": jax.jit(lambda x, w, g: x @ w),
-        ", d input": jax.jit(lambda x, w, g: g @ w.T),
-        ", d weight": jax.jit(lambda x, w, g: x.T @ g),
+        ", d input": jax.jit(lambda x, w, g: g @ w.mT),
+        ", d weight": jax.jit(lambda x, w, g: x.mT @ g),
     }
     found = []
     for gemm in gemms:
-        arrays = _normal(gemm.m, gemm.k), _normal(gemm.k, gemm.n), _normal(gemm.m, gemm.n)
+        group = (gemm.groups,) if gemm.groups > 1 else ()
+        shapes = (gemm.m, gemm.k), (gemm.k, gemm.n), (gemm.m, gemm.n)
+        arrays = tuple(_normal(*group, *shape) for shape in shapes)
         for direction, function in directions.items():
             found.append(Operation(gemm.name + direction, function, arrays, gemm.times))
     implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"

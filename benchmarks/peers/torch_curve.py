@@ -80,7 +80,7 @@ def load(gpt: Gpt, weights: dict[str, np.ndarray]) -> None:
         _copy_linear(block.qkv, weights, attention, number, 1)
         _copy_linear(block.out, weights, ["layers.dense.attention.out"], number, 2)
         for name in ("gate", "up", "down"):
-            linear = getattr(block, name)
+            linear = getattr(block.mlp, name)
             if linear is not None:
                 _copy_linear(linear, weights, [f"layers.dense.mlp.{name}"], number, 1)
 

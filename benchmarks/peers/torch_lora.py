@@ -30,6 +30,7 @@ def adapt(gpt: Gpt, lora: LoraConfig) -> None:
     """Changes the model in place; only adapters have gradients."""
     gpt.to(torch.bfloat16).requires_grad_(False)
     for block in gpt.blocks:
-        for name, child in list(block.named_children()):
-            if isinstance(child, nn.Linear):
-                setattr(block, name, Adapted(child, lora))
+        for module in (block, block.mlp):
+            for name, child in list(module.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(module, name, Adapted(child, lora))

@@ -11,10 +11,10 @@ import sys
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.moe_layer import LAYERS, TOKENS, skew_of
+from benchmarks.peers.torch_model import Experts, initialise
 from benchmarks.peers.torch_step import layer_times
 
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
@@ -40,55 +40,21 @@ def exchange(rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
     return out
 
 
-def weight(*shape: int) -> torch.nn.Parameter:
-    return torch.nn.Parameter(torch.randn(*shape, **OPTIONS) * 0.02)
-
-
-def swiglu(wide: Tensor) -> Tensor:
-    gate, up = wide.chunk(2, -1)
-    return F.silu(gate) * up
-
-
-class Layer(torch.nn.Module):
-    def __init__(self, width: int, expert_width: int, experts: int, top_k: int, shared: int):
-        super().__init__()
-        self.experts = experts
-        self.top_k = top_k
-        self.router = weight(width, experts)
-        self.wide = weight(experts // WORLD, width, 2 * expert_width)
-        self.down = weight(experts // WORLD, expert_width, width)
-        self.shared_wide = weight(width, 2 * shared) if shared else None
-        self.shared_down = weight(shared, width) if shared else None
+class Layer(Experts):
+    """Experts that are split over the processes."""
 
     def of_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
-        ends = torch.cumsum(counts, 0).to(torch.int32)
-        hidden = swiglu(torch._grouped_mm(rows, self.wide, offs=ends))
-        return torch._grouped_mm(hidden, self.down, offs=ends)
-
-    def exchanged(self, rows: Tensor, counts: Tensor) -> Tensor:
+        if WORLD == 1:
+            return super().of_experts(rows, counts)
         from_others = torch.empty_like(counts)
         dist.all_to_all_single(from_others, counts)
-        local = self.experts // WORLD
+        local = self.num_experts // WORLD
         sent, received = (c.view(WORLD, local).sum(1).tolist() for c in (counts, from_others))
         arrived = Exchange.apply(rows, received, sent)
-        expert = torch.repeat_interleave(torch.arange(self.experts, device="cuda") % local, from_others)
+        expert = torch.repeat_interleave(torch.arange(self.num_experts, device="cuda") % local, from_others)
         order = torch.argsort(expert, stable=True)
-        results = self.of_experts(arrived[order], from_others.view(WORLD, local).sum(0))
+        results = super().of_experts(arrived[order], from_others.view(WORLD, local).sum(0))
         return Exchange.apply(torch.empty_like(results).index_copy(0, order, results), sent, received)
-
-    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        logits = (x @ self.router).float() + bias
-        weights, chosen = torch.topk(torch.softmax(logits, -1), self.top_k)
-        weights = weights / weights.sum(-1, keepdim=True)
-        order = torch.argsort(chosen.flatten(), stable=True)
-        rows = x[order // self.top_k]
-        counts = torch.bincount(chosen.flatten(), minlength=self.experts)
-        results = (self.exchanged if WORLD > 1 else self.of_experts)(rows, counts)
-        per_choice = torch.empty_like(results).index_copy(0, order, results).view(*chosen.shape, -1)
-        out = (per_choice * weights.to(x.dtype)[..., None]).sum(1)
-        if self.shared_wide is not None:
-            out = out + swiglu(x @ self.shared_wide) @ self.shared_down
-        return out
 
 
 def main(names: list[str]) -> None:
@@ -98,11 +64,12 @@ def main(names: list[str]) -> None:
         dist.init_process_group("nccl")
     torch.manual_seed(rank)
     for name in names or LAYERS:
-        layer = Layer(*LAYERS[name])
+        layer = Layer(*LAYERS[name], world=WORLD).to(**OPTIONS)
+        initialise(layer, 0.02)
         x, d_y = (torch.randn(TOKENS, LAYERS[name][0], **OPTIONS) for _ in range(2))
         inputs = [x.requires_grad_(), *layer.parameters()]
         for kind, skew in (("even", 0.0), ("skewed", 1.0)):
-            bias = torch.from_numpy(skew_of(layer.experts)).cuda() * skew
+            bias = torch.from_numpy(skew_of(layer.num_experts)).cuda() * skew
             times = layer_times(
                 lambda x, *_, layer=layer, bias=bias: layer(x, bias),
                 inputs,

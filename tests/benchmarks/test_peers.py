@@ -17,9 +17,13 @@ TINY = ["--model.num_layers=2", "--model.embed_dim=32", "--model.num_heads=4", "
         "--training.global_batch_size=8"]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "num_devices"), MEASURED.items())
+MIXTURE = ["--mesh.fsdp=1", "--mesh.expert=1", "--training.microbatch_size=none", "--model.moe.shared_dim=512"]
+
+
+@pytest.mark.parametrize(("name", "num_devices"), [*MEASURED.items(), ("qwen3_30b_a3b", 1)])
 def test_limit_multiplies_what_a_device_has_to(name, num_devices):
-    config = configs.recipe(name).check_on(num_devices)
+    overrides = MIXTURE if name == "qwen3_30b_a3b" else []
+    config = override(configs.recipe(name), overrides).check_on(num_devices)
     gemms, attention = limit.work(config)
     flops = (sum(gemm.flops for gemm in gemms) + attention.flops) * num_devices
     length = config.training.sequence_length
@@ -33,9 +37,9 @@ def test_limit_of_a_split_sequence_is_refused():
         limit.work(config)
 
 
-def test_limit_of_experts_is_refused():
-    with pytest.raises(ValueError, match="model.moe.num_experts=8: the limit of experts is unknown"):
-        limit.work(configs.recipe("moe_tiny"))
+def test_limit_of_split_experts_is_refused():
+    with pytest.raises(ValueError, match="mesh.expert=2, mesh.tensor=1: the limit of split experts"):
+        limit.work(override(configs.recipe("moe_tiny"), ["--mesh.expert=2"]))
 
 
 def test_limit_runs(capsys):
@@ -63,6 +67,34 @@ def test_pytorch_model_has_the_same_parameters_and_flops(name):
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         cross_entropy(gpt(tokens[:, :-1]), tokens[:, 1:]).backward()
     assert counter.get_total_flops() == config.make_model().flops_per_token(32, causal=False) * 64
+
+
+def test_pytorch_experts_match_a_loop():
+    torch = pytest.importorskip("torch")
+    from benchmarks.peers.torch_model import Gpt, check, initialise
+
+    tiny = [*TINY, *MIXTURE, "--model.moe.num_experts=4", "--model.moe.router.top_k=2", "--model.moe.expert_dim=16",
+            "--model.moe.shared_dim=32", "--training.global_batch_size=2"]  # fmt: skip
+    config = override(configs.recipe("qwen3_30b_a3b"), tiny)
+    check(config)
+    gpt = Gpt(config.model, 32, torch.device("cpu"), recompute=False)
+    assert sum(parameter.numel() for parameter in gpt.parameters()) == config.make_model().num_parameters()
+    initialise(gpt, 1.0)
+    experts = gpt.blocks[0].mlp.to(torch.bfloat16)
+    x = torch.randn(2, 32, 32).to(torch.bfloat16)
+    found = experts(x)
+
+    def one(row, wide, narrow):
+        gate, up = (row @ wide).chunk(2)
+        return (torch.nn.functional.silu(gate) * up) @ narrow
+
+    exact = experts.float()
+    rows = x.float().flatten(0, 1)
+    for row, y in zip(rows, found.flatten(0, 1), strict=True):
+        scores, chosen = torch.topk(torch.softmax(row @ exact.router, -1), 2)
+        parts = [one(row, exact.wide[expert], exact.narrow[expert]) for expert in chosen]
+        y_exact = (scores / scores.sum()) @ torch.stack(parts) + exact.shared(row)
+        assert torch.linalg.norm(y.float() - y_exact) < 0.02 * torch.linalg.norm(y_exact)
 
 
 def test_pytorch_model_with_adapters_trains_them_alone():
