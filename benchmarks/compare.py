@@ -6,7 +6,7 @@
         --output=FILE.json            saves all results; written after each measurement
         --commit=HASH                 needed if the files are not a git checkout
     python -m benchmarks.compare --table FILE.json ... [--plot=FILE.svg]
-                                      the table of several such runs, and a bar chart
+                                      the table of several such runs, and a bar chart; a file may hold a list of them
 
 Each contender runs in a separate process, so that it has the GPU to itself; overrides go to all of them. The training
 loop runs in the first round only. On several GPUs the peer is torch_fsdp, and the limit is the work of one of them.
@@ -107,7 +107,8 @@ def main(arguments: list[str]) -> int:
     values, overrides = split(arguments, KNOWN)
     if values["table"]:
         files = [word for word in (values["table"], *overrides) if word != "yes"]
-        found = [json.loads(Path(file).read_text()) for file in files]
+        contents = [json.loads(Path(file).read_text()) for file in files]
+        found = [one for content in contents for one in (content if isinstance(content, list) else [content])]
     else:
         config = read_config(values["config"], overrides)
         peers = [name for name in values["peers"].split(",") if name]

@@ -168,21 +168,52 @@ def matmul_side_by_side(
     return matmul(x, jnp.concatenate(plain if are_levels else [w.astype(x.dtype) for w in plain], axis))
 
 
+@jax.custom_vjp
 def matmul_in_parts(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [..., K] bfloat16, w [K, N] float32 -> x w in float32, without a gradient.
+    """x [..., K] bfloat16, w [K, N] float32 -> x w in float32; the gradient of w is as exact.
 
     A float32 number is the sum of three in bfloat16, so this is one product on tensor cores, of which each term is
-    exact, in place of one in float32, for which x would be converted.
+    exact, in place of one in float32, for which x would be converted. The gradient of x is bfloat16, so two parts of
+    both factors are enough for it.
     """
+    return _sum_of_parts(_product(x, jnp.concatenate(_in_bfloat16(w, 3), 1), (x.ndim - 1,), (0,), jnp.float32))
+
+
+def _in_parts_backward(inputs: tuple[jax.Array, jax.Array], d_out: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w = inputs
+    d_high, d_middle, d_low = _in_bfloat16(d_out, 3)
+    w_high, w_middle = _in_bfloat16(w, 2)
+    d_twice = jnp.concatenate([d_high, d_middle, d_high], -1)
+    w_twice = jnp.concatenate([w_high, w_high, w_middle], 1)
+    d_x = _product(d_twice, w_twice, (x.ndim - 1,), (1,), x.dtype)
+    rows = tuple(range(x.ndim - 1))
+    d_parts = jnp.concatenate([d_high, d_middle, d_low], -1)
+    return d_x, _sum_of_parts(_product(x, d_parts, rows, rows, jnp.float32))
+
+
+matmul_in_parts.defvjp(lambda x, w: (matmul_in_parts(x, w), (x, w)), _in_parts_backward)
+
+
+def _in_bfloat16(x: jax.Array, count: int) -> list[jax.Array]:
+    """Parts whose sum is x, the largest first, without what is left after `count` of them."""
     parts = []
-    rest = w
-    for _ in range(3):
+    rest = x
+    for _ in range(count):
         part = jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)  # XLA leaves out a cast there and back
         parts.append(part.astype(jnp.bfloat16))
         rest = rest - part
-    dims = ((x.ndim - 1,), (0,)), ((), ())
-    found = jax.lax.dot_general(x, jnp.concatenate(parts, 1), dims, preferred_element_type=jnp.float32)
-    high, middle, low = jnp.split(found, 3, -1)
+    return parts
+
+
+def _product(
+    x: jax.Array, y: jax.Array, of_x: Sequence[int], of_y: Sequence[int], dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    """Over the dims of_x and of_y."""
+    return jax.lax.dot_general(x, y, ((of_x, of_y), ((), ())), preferred_element_type=dtype)
+
+
+def _sum_of_parts(side_by_side: jax.Array) -> jax.Array:
+    high, middle, low = jnp.split(side_by_side, 3, -1)
     return high + (middle + low)
 
 

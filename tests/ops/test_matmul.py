@@ -35,6 +35,19 @@ def test_parts_are_as_exact_as_float32():
     assert error(lambda x, w: matmul(x, w)) > 1e-4  # what one part gives
 
 
+def test_gradients_in_parts_are_as_exact_as_float32():
+    x, w, d_out = normal(0, 3, 40, 24, dtype=jnp.bfloat16), normal(1, 24, 16), normal(2, 3, 40, 16)
+    d_x, d_w = jax.jit(lambda *arrays: jax.vjp(module.matmul_in_parts, *arrays[:2])[1](arrays[2]))(x, w, d_out)
+    x64, w64, d64 = (np.asarray(array, np.float64) for array in (x, w, d_out))
+    exact = np.einsum("btk,btn->kn", x64, d64)
+    assert np.max(np.abs(d_w - exact)) < 1e-6 * np.max(np.einsum("btk,btn->kn", np.abs(x64), np.abs(d64)))
+    in_float32 = jnp.asarray(d64 @ w64.T, jnp.float32)
+    assert d_x.dtype == jnp.bfloat16
+    different = np.asarray(d_x) != np.asarray(in_float32.astype(jnp.bfloat16))
+    assert np.mean(different) < 0.01  # rounded the other way, where the two are about as near
+    np.testing.assert_allclose(np.asarray(d_x, np.float64), in_float32, rtol=2**-8, atol=1e-4)
+
+
 @pytest.mark.parametrize("min_rows", [1, 10**9], ids=["joined", "apart"])
 def test_side_by_side_equals_one_by_one(min_rows, monkeypatch):
     monkeypatch.setattr(module, "MIN_JOINED_ROWS", min_rows)

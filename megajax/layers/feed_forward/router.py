@@ -158,7 +158,7 @@ class Router(GatheredLinear):
     def __call__(self, x_BTD: jax.Array, *, generates: bool = False) -> tuple[Choice, Terms]:
         """generates: with a cache; a token's experts then do not depend on other tokens."""
         config = self.config
-        logits_BTE = constrain(self._logits(x_BTD, generates), "batch", "time", None)
+        logits_BTE = constrain(self._logits(x_BTD), "batch", "time", None)
         logits_BTE = checkpoint_name(logits_BTE, "routing")
         num_experts = logits_BTE.shape[-1]
         scores_BTE = _SCORES[config.score](logits_BTE)
@@ -176,10 +176,11 @@ class Router(GatheredLinear):
             return Choice(experts_BTK, weights_BTK).dropped(~kept_BTK, num_experts), terms
         return Choice(experts_BTK, weights_BTK), terms
 
-    def _logits(self, x_BTD: jax.Array, generates: bool) -> jax.Array:
-        is_in_parts = generates and x_BTD.dtype == jnp.bfloat16 and math.prod(x_BTD.shape[:2]) >= MIN_IN_PARTS
-        if is_in_parts and self.weight[...].dtype == jnp.float32:
-            return self.add_bias(matmul_in_parts(x_BTD, constrain(self.weight[...], None, None)))
+    def _logits(self, x_BTD: jax.Array) -> jax.Array:
+        weight = self.weight[...]
+        is_in_bfloat16 = x_BTD.dtype == jnp.bfloat16 and isinstance(weight, jax.Array) and weight.dtype == jnp.float32
+        if is_in_bfloat16 and math.prod(x_BTD.shape[:2]) >= MIN_IN_PARTS:
+            return self.add_bias(matmul_in_parts(x_BTD, constrain(weight, None, None)))
         return super().__call__(x_BTD.astype(jnp.float32))
 
     def _experts(self, logits_BTE, scores_BTE, generates: bool) -> jax.Array:
