@@ -26,7 +26,7 @@ class OptimizerConfig:
     """Which optimizer, its constants, and the learning-rate schedule."""
 
     name: UpdateRule = "adamw"
-    """Update rule; muon applies to the matrices of layers, and AdamW to all other parameters."""
+    """Update rule; muon and normuon apply to the matrices of layers, and AdamW to all other parameters."""
     learning_rate: Annotated[float, Range(above=0, at_most=1000)] = 3e-4
     """Learning rate after the warm-up, the peak of the schedule."""
     min_learning_rate: Coefficient = 3e-5
@@ -42,10 +42,10 @@ class OptimizerConfig:
     wsd_decay_steps: NonNegativeInt = 0
     """Schedules wsd...: number of annealing steps at the end, before decay_steps."""
     betas: tuple[Momentum, Momentum] = (0.9, 0.95)
-    """Decay of the first and the second moment of AdamW; of the interpolation whose sign Lion takes, and of its only
-    moment (0.98 or 0.99 are usual there)."""
+    """Decay of the first and the second moment of AdamW, and of that of NorMuon, which takes the second; of the
+    interpolation whose sign Lion takes, and of its only moment (0.98 or 0.99 are usual there)."""
     epsilon: Epsilon = 1e-8
-    """AdamW: added to the square root of the second moment."""
+    """AdamW, NorMuon: added to the square root of the second moment."""
     momentum: Momentum = 0.9
     """SGD, Muon: decay of the momentum (0.95 is usual for Muon)."""
     weight_decay: Coefficient = 0.1

@@ -38,7 +38,7 @@ def optimizer_shardings(
         shard_over_data: optimizer.shard_over_data.
 
     A leaf whose path ends with that of a parameter, and which has its shape, is sharded like the parameter (see
-    `moment_shardings`), and so is one whose last dim is 1 instead (the scales of optimizer.moments=float8). Every other
+    `moment_shardings`), and so is one some of whose dims are 1 instead (the moments of NorMuon). Every other
     leaf is replicated, explicitly: a scalar without a sharding is restored from a checkpoint to one device and the next
     step fails. A log line names those that are not scalars. If the state is offloaded, leaves that belong to a
     parameter are kept in pinned host memory.
@@ -50,10 +50,10 @@ def optimizer_shardings(
 
     def sharding_for(path, leaf) -> NamedSharding:
         parameter = parameter_of(path, shapes)
-        if parameter is not None and shapes[parameter] == leaf.shape:
-            sharding = sharding_of[parameter]
-        elif parameter is not None and (*shapes[parameter][:-1], 1) == leaf.shape:
-            sharding = NamedSharding(mesh, PartitionSpec(*sharding_of[parameter].spec[: leaf.ndim - 1]))
+        if parameter is not None and _is_reduced(leaf.shape, shapes[parameter]):
+            axes = zip(leaf.shape, shapes[parameter], sharding_of[parameter].spec, strict=False)
+            spec = (None if size == 1 < whole else entry for size, whole, entry in axes)
+            sharding = NamedSharding(mesh, PartitionSpec(*spec))
         else:
             sharding = NamedSharding(mesh, PartitionSpec())
             if leaf.size > 1:
@@ -68,6 +68,11 @@ def optimizer_shardings(
             ", ".join(replicated),
         )
     return shardings
+
+
+def _is_reduced(shape: tuple[int, ...], of: tuple[int, ...]) -> bool:
+    """Whether an array of this shape is one of the other shape, possibly reduced over some dims, which it keeps."""
+    return len(shape) == len(of) and all(size in (1, whole) for size, whole in zip(shape, of, strict=True))
 
 
 def moment_shardings(

@@ -20,7 +20,9 @@ from megajax.parameters import Parameter, matches, name_of
 
 PyTree = Any
 
-UpdateRule = Literal["adamw", "sgd", "lion", "muon"]
+UpdateRule = Literal["adamw", "sgd", "lion", "muon", "normuon"]
+OF_MATRICES = ("muon", "normuon")
+"""The rules that are only for the matrices of layers."""
 
 EXAMPLE = "for example '*router* learning_rate_scale=0.1 weight_decay=0'"
 
@@ -43,7 +45,7 @@ class Rule:
     """How one parameter is updated: p = p - learning_rate_scale * lr * (direction + weight_decay * p)."""
 
     optimizer: UpdateRule
-    """Computes the direction from the gradient; muon only for matrices."""
+    """Computes the direction from the gradient; muon and normuon only for matrices."""
     weight_decay: float
     learning_rate_scale: float
     record: Parameter
@@ -107,7 +109,7 @@ def rules_of(records: PyTree, groups: tuple[str, ...], optimizer: UpdateRule, we
         chosen = group.optimizer or optimizer
         decay = weight_decay if record.decays else 0.0
         return Rule(
-            optimizer="adamw" if chosen == "muon" and record.role != "matrix" else chosen,
+            optimizer="adamw" if chosen in OF_MATRICES and record.role != "matrix" else chosen,
             weight_decay=decay if group.weight_decay is None else group.weight_decay,
             learning_rate_scale=group.learning_rate_scale,
             record=record,
@@ -131,7 +133,7 @@ def _check_use(text: str, group: Group, group_of: PyTree, records: PyTree) -> No
             "and the first match wins; put it before them"
         )
     roles = {record.role for record, used in zip(jax.tree.leaves(records), applies, strict=True) if used}
-    if group.optimizer == "muon" and "matrix" not in roles:
+    if group.optimizer in OF_MATRICES and "matrix" not in roles:
         raise ValueError(
             f"optimizer.groups={text!r} matches no matrix of a layer ({', '.join(sorted(roles))}), and Muon updates "
             "only those; use optimizer=adamw"

@@ -12,6 +12,12 @@ The iteration moves every singular value of u near 1: with u = U S V^T, x is abo
 1 / sqrt(max(K, N)). The factor in the last line makes it about 0.2, that of AdamW's updates, so one learning rate and
 one decay serve both (Liu et al. 2025, arXiv 2502.16982, section 2.2).
 
+NorMuon (Li et al. 2025, arXiv 2510.05491) gives all outputs of a matrix updates of about the same size: with r the root
+mean square of x over a matrix, b2 and epsilon those of AdamW, and means over the inputs of each output,
+
+    v = b2 v + (1 - b2) mean(x^2)
+    y = x / (sqrt(v) + epsilon),  x = r y / rms(y)
+
 A weight holds many matrices, [*stack, *inputs, *outputs]: each is orthogonalised separately, with its inputs and
 outputs flattened to K and N. Zeros, such as a pipeline's padding rows, remain zeros. The iteration is bfloat16 on GPUs,
 like that of Jordan et al., and float32 elsewhere; momentum and update are float32.
@@ -22,7 +28,7 @@ parameters that AdamW updates, and leaves the sharding on a mesh to XLA, see `_l
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +48,11 @@ NORM_EPSILON = 1e-7  # Jordan's; keeps a matrix of zeros finite
 UPDATE_RMS = 0.2  # of AdamW's updates, as Liu et al. measured it
 
 
+class OutputMoments(NamedTuple):
+    nu: PyTree
+    """v of each weight: float32 [*stack, 1, ..., *outputs]."""
+
+
 def scale_by_muon(momentum: float, records: PyTree) -> optax.GradientTransformation:
     """Gradients to 0.2 sqrt(max(K, N)) x, as above; the state is the momentum, float32 like the gradients.
 
@@ -51,6 +62,36 @@ def scale_by_muon(momentum: float, records: PyTree) -> optax.GradientTransformat
     """
     orthogonalise = optax.stateless(lambda updates, _: jax.tree.map(muon_direction, updates, records))
     return optax.chain(optax.trace(momentum, nesterov=True), orthogonalise)
+
+
+def scale_by_normuon(momentum: float, beta: float, epsilon: float, records: PyTree) -> optax.GradientTransformation:
+    """The same for NorMuon, whose state also has OutputMoments. beta: b2 above."""
+
+    def init(params: PyTree) -> OutputMoments:
+        def zeros(param: jax.Array, record: Parameter) -> jax.Array:
+            inputs = _input_dims(record)
+            return jnp.zeros([1 if dim in inputs else size for dim, size in enumerate(param.shape)], jnp.float32)
+
+        return OutputMoments(jax.tree.map(zeros, params, records))
+
+    def new_moment(x: jax.Array, v: jax.Array, record: Parameter) -> jax.Array:
+        return beta * v + (1 - beta) * jnp.mean(jnp.square(x), _input_dims(record), keepdims=True)
+
+    def scaled(x: jax.Array, v: jax.Array, record: Parameter) -> jax.Array:
+        y = x / (jnp.sqrt(v) + epsilon)
+        matrix = tuple(range(record.num_stacked, x.ndim))
+        squares = [jnp.mean(jnp.square(array), matrix, keepdims=True) for array in (x, y)]
+        return y * jnp.sqrt(squares[0] / jnp.where(squares[1] > 0, squares[1], 1.0))
+
+    def update(updates: PyTree, state: PyTree, params: PyTree | None = None) -> tuple[PyTree, PyTree]:
+        moments = jax.tree.map(new_moment, updates, state.nu, records)
+        return jax.tree.map(scaled, updates, moments, records), OutputMoments(moments)
+
+    return optax.chain(scale_by_muon(momentum, records), optax.GradientTransformation(init, update))
+
+
+def _input_dims(record: Parameter) -> tuple[int, ...]:
+    return tuple(range(record.num_stacked, record.num_stacked + record.num_inputs))
 
 
 def muon_direction(u: jax.Array, record: Parameter) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The optimizer update: clip, AdamW / SGD / Lion / Muon, decoupled weight decay, and the step that is skipped.
+"""The optimizer update: clip, an update rule, decoupled weight decay, and the step that is skipped.
 
 With g the gradient clipped to `clip_norm`, lr the learning rate, d the decay of a parameter (0 for biases and norm
 scales; parameter groups may change lr and d, see megajax/optim/groups.py):
@@ -10,7 +10,7 @@ scales; parameter groups may change lr and d, see megajax/optim/groups.py):
         p = p - lr * (sign(b1 m + (1 - b1) g) + d p),  m = b2 m + (1 - b2) g
     SGD with momentum; the decay joins the gradient before the momentum, as in PyTorch and so in Megatron-LM
         m = momentum m + g + d p,  p = p - lr * m
-    Muon, for the matrices of layers, AdamW for everything else: megajax/optim/muon.py
+    Muon and NorMuon, for the matrices of layers, AdamW for everything else: megajax/optim/muon.py
 
 With optimizer.cautious_decay (Chen et al. 2025, arXiv 2510.12402) the decay is d p where u p >= 0, u being the update
 before it, and 0 elsewhere: what u moves away from zero does not decay.
@@ -27,9 +27,9 @@ import jax.numpy as jnp
 import optax
 
 from megajax.optim.config import OptimizerConfig
-from megajax.optim.groups import rules_of
+from megajax.optim.groups import OF_MATRICES, rules_of
 from megajax.optim.moments import with_moments
-from megajax.optim.muon import muon_flops, scale_by_muon
+from megajax.optim.muon import muon_flops, scale_by_muon, scale_by_normuon
 from megajax.parameters import name_of, parameter_of, select
 
 PyTree = Any
@@ -86,7 +86,7 @@ class Optimizer:
         """Floating-point operations of the matmuls in one update; only Muon has any."""
 
         def parameter_flops(param, rule) -> int:
-            return muon_flops(param.shape, rule.record) if rule.optimizer == "muon" else 0
+            return muon_flops(param.shape, rule.record) if rule.optimizer in OF_MATRICES else 0
 
         return sum(jax.tree.leaves(jax.tree.map(parameter_flops, abstract_params, self.rules)))
 
@@ -190,12 +190,16 @@ def global_norm(tree: PyTree) -> jax.Array:
 
 def _update_rule(config: OptimizerConfig, names: set[str], rules: PyTree) -> optax.GradientTransformation:
     """Combines these update rules; each has moments only for its own parameters."""
-    matrices = jax.tree.map(lambda rule: rule.record if rule.optimizer == "muon" else optax.MaskedNode(), rules)
+
+    def matrices(name: str) -> PyTree:
+        return jax.tree.map(lambda rule: rule.record if rule.optimizer == name else optax.MaskedNode(), rules)
+
     transforms = {
         "adamw": optax.scale_by_adam(*config.betas, config.epsilon),
         "lion": optax.scale_by_lion(*config.betas),
         "sgd": optax.trace(config.momentum),
-        "muon": scale_by_muon(config.momentum, matrices),
+        "muon": scale_by_muon(config.momentum, matrices("muon")),
+        "normuon": scale_by_normuon(config.momentum, config.betas[1], config.epsilon, matrices("normuon")),
     }
     if len(names) == 1:
         return transforms[next(iter(names))]

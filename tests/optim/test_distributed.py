@@ -40,11 +40,12 @@ CONFIGS = {
     "lion": OptimizerConfig(name="lion"),
     "sgd": OptimizerConfig(name="sgd"),
     "muon": OptimizerConfig(name="muon"),
+    "normuon": OptimizerConfig(name="normuon"),
     "groups": OptimizerConfig(
         groups=("scale optimizer=lion", "kernel optimizer=muon learning_rate_scale=0.5", "bias optimizer=sgd")
     ),
 }
-NUM_MOMENTS = {"adamw": 8, "lion": 4, "sgd": 4, "muon": 1 + 3 * 2, "groups": 1 + 1 + 1 + 2}
+NUM_MOMENTS = {"adamw": 8, "lion": 4, "sgd": 4, "muon": 1 + 3 * 2, "normuon": 2 + 3 * 2, "groups": 1 + 1 + 1 + 2}
 
 
 class OptaxChain(Optimizer):
@@ -87,7 +88,9 @@ def test_every_moment_lies_like_its_parameter(mesh, name, shard_over_data, expec
     assert jax.tree.structure(shardings) == jax.tree.structure(state)
     leaves = jax.tree_util.tree_leaves_with_path(state)
     for (path, leaf), sharding in zip(leaves, jax.tree.leaves(shardings), strict=True):
-        assert sharding.spec == (expected[path[-1].key] if leaf.ndim else P())
+        of_parameter = expected[path[-1].key] if leaf.ndim else P()
+        dims = zip(leaf.shape, of_parameter, strict=False)
+        assert sharding.spec == P(*(None if size == 1 else axes for size, axes in dims))
     assert sum(leaf.ndim > 0 for _, leaf in leaves) == NUM_MOMENTS[name]
 
 
@@ -152,7 +155,7 @@ def run_two_steps(mesh, shard_over_data, config=OptimizerConfig(), kind=Optimize
     return params, state, metrics, compiled
 
 
-@pytest.mark.parametrize("name", ["muon", "groups"])
+@pytest.mark.parametrize("name", ["normuon", "groups"])
 @pytest.mark.parametrize("shard_over_data", [False, True])
 def test_a_mesh_makes_the_parameters_of_one_device(mesh, make_test_mesh, name, shard_over_data):
     alone, _, _, _ = run_two_steps(make_test_mesh(), False, CONFIGS[name])

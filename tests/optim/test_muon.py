@@ -13,13 +13,14 @@ import pytest
 
 from megajax.mesh.sharding import weight_shardings
 from megajax.optim.distributed import optimizer_shardings
-from megajax.optim.muon import muon_direction, orthogonalised
+from megajax.optim.muon import muon_direction, orthogonalised, scale_by_muon, scale_by_normuon
 from megajax.optim.optimizer import CLIP_EPSILON, Optimizer, OptimizerConfig
 from megajax.parameters import Parameter
 
 NUM_STEPS = 3
 LEARNING_RATE = 1e-2
 MUON = OptimizerConfig(name="muon", momentum=0.95)
+NORMUON = OptimizerConfig(name="normuon", momentum=0.95)
 RECORDS = {
     "query": Parameter(("layers", "embed", "heads", "head_dim"), "matrix"),
     "out": Parameter(("layers", "heads", "head_dim", "embed"), "matrix", num_inputs=2),
@@ -65,16 +66,22 @@ def numpy_newton_schulz(x):
     return x
 
 
-def numpy_muon(name):
-    """Float64, one matrix after the other."""
+def numpy_muon(name, beta=None):
+    """Float64, one matrix after the other; beta: of NorMuon."""
     param = random_tree(0)[name].astype(np.float64).reshape(MATRICES[name])
     m = np.zeros_like(param)
+    v = 0.0
     for step in range(1, NUM_STEPS + 1):
         grads = random_tree(step)
         norm = np.sqrt(sum(np.sum(grad.astype(np.float64) ** 2) for grad in grads.values()))
         grad = grads[name].astype(np.float64).reshape(MATRICES[name]) / (norm + CLIP_EPSILON)
         m = 0.95 * m + grad
         update = np.stack([numpy_newton_schulz(u) for u in grad + 0.95 * m])
+        if beta is not None:
+            v = beta * v + (1 - beta) * np.mean(update**2, 1, keepdims=True)
+            even = update / np.sqrt(v)
+            sizes = (np.linalg.norm(u, axis=(1, 2), keepdims=True) for u in (update, even))
+            update = even * next(sizes) / next(sizes)
         scale = 0.2 * np.sqrt(max(MATRICES[name][1:]))
         param = param - LEARNING_RATE * (scale * update + MUON.weight_decay * param)
     return param.reshape(SHAPES[name])
@@ -84,6 +91,26 @@ def numpy_muon(name):
 def test_matrices_follow_the_formulas_in_float64(name):
     # Float32: 6e-8 of an update of about 2e-3, times up to 3.4445**5 = 485 in the iteration; and of parameters near 1.
     np.testing.assert_allclose(run(MUON)[0][name], numpy_muon(name), rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_normuon_follows_the_formulas_in_float64(name):
+    np.testing.assert_allclose(run(NORMUON)[0][name], numpy_muon(name, beta=0.95), rtol=2e-6, atol=2e-6)
+    assert np.abs(run(NORMUON)[0][name] - run(MUON)[0][name]).max() > 1e-4
+
+
+def test_normuon_keeps_zeros_and_the_size_of_the_whole_update():
+    record = Parameter(("layers", "embed", "mlp"), "matrix")
+    grads = {"up": jnp.asarray(random_tree(1)["down"]).at[1].set(0)}
+    muon = scale_by_muon(0.9, {"up": record})
+    normuon = scale_by_normuon(0.9, 0.95, 1e-8, {"up": record})
+    before, _ = muon.update(grads, muon.init(grads))
+    after, _ = normuon.update(grads, normuon.init(grads))
+    norms = [jnp.linalg.norm(update["up"], axis=(1, 2)) for update in (before, after)]
+    np.testing.assert_allclose(*norms, rtol=1e-6)
+    assert norms[1][1] == 0
+    of_outputs = jnp.linalg.norm(after["up"], axis=1)
+    np.testing.assert_allclose(of_outputs[0], of_outputs[0, 0], rtol=1e-5)  # in a first step all have one size
 
 
 @pytest.mark.parametrize("name", [name for name in SHAPES if name not in MATRICES])
