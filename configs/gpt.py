@@ -82,12 +82,12 @@ def gpt2_124m() -> Config:
 
 
 def gpt2_124m_speed() -> Config:
-    """gpt2_124m tuned for short runs: Muon (Jordan et al. 2024) with a linear decay, rotary positions, normalised
+    """gpt2_124m tuned for short runs: NorMuon (Li et al. 2025) with a linear decay, rotary positions, normalised
     queries and keys, squared ReLU (So et al. 2021), in the manner of the GPT-2 speed runs (modded-nanogpt).
 
     Hardware: one GPU. What each part brings, and what brought nothing: docs/speed.md, Time to a loss.
-    Measured: 578k tokens/s; held-out loss 3.289 on 48 M tokens of Python sources, where gpt2_124m has 3.337 after 400
-    such steps (one H100 80GB, jax 0.11.2, 2026-11-27, the working tree that became commit 67b592f0).
+    Measured: 576k tokens/s; held-out loss 3.258 on 48 M tokens of Python sources, where gpt2_124m has 3.337 after 400
+    such steps (one H100 80GB, jax 0.11.2, 2026-11-27, commit 051dd901 with --optimizer.name=normuon).
     Command: python train.py --config=gpt2_124m_speed
     """
     return Config(
@@ -103,7 +103,7 @@ def gpt2_124m_speed() -> Config:
         mesh=MeshConfig(data=-1),
         data=DataConfig(source="text", text=("stdlib",), tokenizer="sentencepiece:16384"),
         optimizer=OptimizerConfig(
-            name="muon", learning_rate=6e-3, min_learning_rate=0.0, schedule="linear", warmup_steps=10
+            name="normuon", learning_rate=6e-3, min_learning_rate=0.0, schedule="linear", warmup_steps=10
         ),
         training=TrainingConfig(
             steps=80, global_batch_size=64, sequence_length=1024, log_every_steps=10, eval_every_steps=20, eval_steps=16
