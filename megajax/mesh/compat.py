@@ -53,7 +53,7 @@ def exported(function: Callable, arguments: Sequence[jax.ShapeDtypeStruct]) -> b
     """A function of arrays as StableHLO, for the platform of the current mesh, which may have no devices."""
     platform = "cuda" if mesh_platform() in ("gpu", "cuda") else mesh_platform()
     check = jax.export.DisabledSafetyCheck.custom_call  # their form is that of this version of JAX
-    of_kernels = [check("mosaic_gpu_v2")]
+    of_kernels = [check(_MOSAIC)]
     found = jax.export.export(jax.jit(function), platforms=[platform], disabled_checks=of_kernels)(*arguments)
     return bytes(found.serialize())
 
@@ -88,6 +88,60 @@ def mosaic_problem() -> str:
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     kind = jax.devices()[0].device_kind if device is None else device.device_kind
     return "" if is_hopper(kind) else f"no kernels for {kind}"
+
+
+def kernels_of(lowered: jax.stages.Lowered) -> list[tuple[Callable, list[jax.ShapeDtypeStruct]]]:
+    """(function that calls the kernel alone, shapes of its arguments) of each kernel of Mosaic in a program, but those
+    that talk to other devices."""
+    from jaxlib.mlir import ir
+
+    calls: dict[bytes, ir.Operation] = {}
+
+    def visit(operation) -> ir.WalkResult:
+        operation = operation.operation
+        attributes = operation.attributes
+        if operation.name == "stablehlo.custom_call" and attributes["call_target_name"].value == _MOSAIC:
+            calls[attributes["mhlo.backend_config"]["kernel_hash"].value_bytes] = operation
+        return ir.WalkResult.ADVANCE
+
+    program: Any = lowered.compiler_ir("stablehlo")
+    program.operation.walk(visit)
+    return [_kernel_of(call) for call in calls.values() if not _is_collective(call)]
+
+
+def _kernel_of(call) -> tuple[Callable, list[jax.ShapeDtypeStruct]]:
+    attributes = {}
+    for named in call.attributes["mhlo.backend_config"]:
+        attribute = named.attr
+        attributes[named.name] = attribute.value_bytes if hasattr(attribute, "value_bytes") else attribute.value
+    results = [_like(result.type) for result in call.results]
+
+    def kernel(*arguments: jax.Array) -> Sequence[jax.Array]:
+        return jax.ffi.ffi_call(_MOSAIC, results)(*arguments, **attributes)
+
+    return kernel, [_like(operand.type) for operand in call.operands]
+
+
+def _is_collective(call) -> bool:
+    config = call.attributes["mhlo.backend_config"]
+    return any("collective" in named.name and named.attr.value for named in config)
+
+
+def _like(tensor) -> jax.ShapeDtypeStruct:
+    """Of the type of an MLIR value."""
+    from jaxlib.mlir import ir
+
+    ranked = ir.RankedTensorType(tensor)
+    return jax.ShapeDtypeStruct(ranked.shape, _DTYPES[str(ranked.element_type)])
+
+
+_MOSAIC = "mosaic_gpu_v2"
+_DTYPES = {
+    "i1": jnp.bool_, "i8": jnp.int8, "i16": jnp.int16, "i32": jnp.int32, "ui8": jnp.uint8, "ui16": jnp.uint16,
+    "ui32": jnp.uint32, "f16": jnp.float16, "bf16": jnp.bfloat16, "f32": jnp.float32, "f8E4M3FN": jnp.float8_e4m3fn,
+    "f8E5M2": jnp.float8_e5m2,
+}  # fmt: skip
+"""Of the names of MLIR."""
 
 
 def is_hopper(kind: str) -> bool:

@@ -23,6 +23,7 @@ from megajax.checkpoint.layout import recorded
 from megajax.data.config import DataConfig
 from megajax.data.datasets import Datasets
 from megajax.data.loader import BatchSource, IndexedSource
+from megajax.mesh.kernels import compile_kernels
 from megajax.optim.schedule import Schedule
 from megajax.training.batch_schedule import BatchSchedule
 from megajax.training.batches import BatchPlacer, device_batches
@@ -144,7 +145,10 @@ class Trainer:
             profiler.before(step + 1)
             rate = self.learning_rate(step)
             with reporter.starting(step + 1):
-                state, metrics = step_function(state, batch, np.float32(rate))
+                arguments = state, batch, np.float32(rate)
+                if step == first:
+                    compile_kernels(step_function, arguments, self.program.mesh)
+                state, metrics = step_function(*arguments)
             done = step + 1
             reporter.dispatched(done, metrics, rate)
             profiler.after(done, metrics)
