@@ -1,8 +1,9 @@
 """Compiles the kernels of a program in threads, beside XLA.
 
 XLA's runtime compiles the kernels of Mosaic when the rest of a program is done, one after the other. It keeps each in
-the process, by its hash, and finds those that another program has: here one that consists of a kernel alone. The step
-of `gpt2_124m` compiles in 11.0 instead of 15.8 s on two cores (for an H100 without a GPU, jax 0.11.2, 2026-11-27).
+the process, by its hash, and finds those that another program has: here one that consists of a kernel alone. The first
+step of `gpt2_124m` ends 4 s sooner after the command, 28.6 instead of 33.0 s with nothing cached (mean of two, one
+H100, jax 0.11.2, 2026-11-27, commit 6b66be39).
 """
 
 import logging
