@@ -18,11 +18,10 @@ import json
 import shlex
 import subprocess
 import sys
-from pathlib import Path
 
 from benchmarks import results
 from benchmarks.command_line import read_config, run, split
-from benchmarks.records import ROOT, commit, save
+from benchmarks.records import ROOT, commit, save, saved
 from megajax.config import Config
 
 KNOWN = {"config": "", "rounds": "3", "seconds": "10", "peers": "loop,torch,limit", "output": "", "commit": "",
@@ -106,9 +105,7 @@ def _add(result: dict, contender: str, measured: dict) -> None:
 def main(arguments: list[str]) -> int:
     values, overrides = split(arguments, KNOWN)
     if values["table"]:
-        files = [word for word in (values["table"], *overrides) if word != "yes"]
-        contents = [json.loads(Path(file).read_text()) for file in files]
-        found = [one for content in contents for one in (content if isinstance(content, list) else [content])]
+        found = [record for word in (values["table"], *overrides) if word != "yes" for record in saved(word)]
     else:
         config = read_config(values["config"], overrides)
         peers = [name for name in values["peers"].split(",") if name]

@@ -4,12 +4,11 @@ Every step in benchmarks/measured that has a command is planned on the GPUs that
 """
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.command_line import only, run
-from benchmarks.records import config_of
+from benchmarks.records import config_of, saved
 from benchmarks.results import step_seconds
 from megajax.mesh.devices import find_device
 from megajax.planning.memory import memory_per_device
@@ -32,8 +31,7 @@ class Estimate:
 
 def measured_steps() -> Iterator[tuple[str, str, float]]:
     """(command, device such as "4 x NVIDIA H200", seconds of a step) of all records."""
-    for path in sorted(MEASURED.glob("*.json")):
-        record = json.loads(path.read_text())
+    for record in (record for path in sorted(MEASURED.glob("*.json")) for record in saved(path)):
         if "flops_per_token" in record:  # of benchmarks.compare
             yield record["command"], record["device"], step_seconds(record, "megajax")
         for row in (*record.get("rows", ()), *record.get("steps", ())):

@@ -49,6 +49,12 @@ def save(path: str, found: Any) -> None:
         Path(path).write_text(json.dumps(found, indent=1) + "\n")
 
 
+def saved(path: str | Path) -> list[dict]:
+    """The records of a file, which holds one or a list of them."""
+    content = json.loads(Path(path).read_text())
+    return content if isinstance(content, list) else [content]
+
+
 def config_of(command: str) -> Config:
     """What a recorded command measured; fields that have been renamed since are found."""
     values, rest = split(shlex.split(command), dict.fromkeys(OPTIONS, ""))

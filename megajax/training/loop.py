@@ -145,10 +145,10 @@ class Trainer:
             profiler.before(step + 1)
             rate = self.learning_rate(step)
             with reporter.starting(step + 1):
-                arguments = state, batch, np.float32(rate)
+                rate32 = np.float32(rate)
                 if step == first:
-                    compile_kernels(step_function, arguments, self.program.mesh)
-                state, metrics = step_function(*arguments)
+                    compile_kernels(step_function, (state, batch, rate32), self.program.mesh)
+                state, metrics = step_function(state, batch, rate32)
             done = step + 1
             reporter.dispatched(done, metrics, rate)
             profiler.after(done, metrics)
