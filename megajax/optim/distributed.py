@@ -38,10 +38,10 @@ def optimizer_shardings(
         shard_over_data: optimizer.shard_over_data.
 
     A leaf whose path ends with that of a parameter, and which has its shape, is sharded like the parameter (see
-    `moment_shardings`), and so is one some of whose dims are 1 instead (the moments of NorMuon). Every other
-    leaf is replicated, explicitly: a scalar without a sharding is restored from a checkpoint to one device and the next
-    step fails. A log line names those that are not scalars. If the state is offloaded, leaves that belong to a
-    parameter are kept in pinned host memory.
+    `moment_shardings`), and so is one some of whose dims are 1 instead (the scales of optimizer.moments=float8, the
+    second moments of NorMuon). Every other leaf is replicated, explicitly: a scalar without a sharding is restored from
+    a checkpoint to one device and the next step fails. A log line names those that are not scalars. If the state is
+    offloaded, leaves that belong to a parameter are kept in pinned host memory.
     """
     moments = moment_shardings(abstract_params, param_shardings, mesh=mesh, shard_over_data=shard_over_data)
     shapes = {path: param.shape for path, param in jax.tree_util.tree_leaves_with_path(abstract_params)}
