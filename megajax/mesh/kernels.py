@@ -8,7 +8,6 @@ H100, jax 0.11.2, 2026-11-27, commit 6b66be39).
 
 import logging
 import threading
-from typing import Any
 
 import jax
 from jax.sharding import Mesh, SingleDeviceSharding
@@ -18,12 +17,11 @@ from megajax.mesh import compat
 logger = logging.getLogger("megajax")
 
 
-def compile_kernels(function: jax.stages.Wrapped, arguments: tuple[Any, ...], mesh: Mesh) -> list[threading.Thread]:
-    """Starts to compile the kernels of a jitted function of these arguments on the current mesh, and returns the
-    threads that do. A problem is only logged, since XLA compiles what it does not find."""
+def compile_kernels(lowered: jax.stages.Lowered, mesh: Mesh) -> list[threading.Thread]:
+    """Starts to compile the kernels of a program on the current mesh, and returns the threads that do. A problem is
+    only logged, since XLA compiles what it does not find."""
     if compat.mosaic_problem():
         return []
-    lowered = function.lower(*arguments)  # JAX keeps it for the call
     sharding = SingleDeviceSharding(mesh.local_devices[0])
     try:
         programs = [

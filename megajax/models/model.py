@@ -176,14 +176,14 @@ class Model:
         def selected(tree: dict) -> dict:
             return tree if only is None else select(tree, lambda name: name in only)
 
-        def draw(key: jax.Array) -> dict:
-            return selected(self._init(key))
+        def draw(seed: jax.Array) -> dict:
+            return selected(self._init(jax.random.key(seed)))
 
         if mesh is None:
-            return jax.jit(draw)(jax.random.key(seed))
+            return jax.jit(draw)(jnp.uint32(seed))
         with jax.set_mesh(mesh):
             options = dict(out_shardings=selected(self.shardings(mesh)), compiler_options=options_to_run_once())
-            return jax.jit(draw, **options)(jax.random.key(seed))
+            return jax.jit(draw, **options)(jnp.uint32(seed))
 
     def split(self, tree: dict) -> Weights:
         """Splits a tree with the structure of the weights (arrays, records, shardings) by how they are updated."""

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ from megajax.data.loader import BatchSource, IndexedSource
 from megajax.mesh.kernels import compile_kernels
 from megajax.optim.schedule import Schedule
 from megajax.training.batch_schedule import BatchSchedule
-from megajax.training.batches import BatchPlacer, device_batches
+from megajax.training.batches import BatchPlacer, abstract_batch, device_batches
 from megajax.training.config import LaunchConfig, TrainingConfig
 from megajax.training.faults.replicas import check_replicas, describe_replicas
 from megajax.training.faults.stop import StopRequest
@@ -82,6 +83,8 @@ class Trainer:
     carried: Carried = dataclasses.field(default=Carried(), init=False)
     """As of the restored checkpoint."""
     made_at: float = dataclasses.field(default_factory=time.perf_counter, init=False)
+    _lowering: threading.Thread | None = dataclasses.field(default=None, init=False)
+    """Of the first step that `run` does."""
 
     def start(self) -> TrainState:
         """The state of the newest complete checkpoint, or a new one. Raises ValueError if there are checkpoints and
@@ -146,8 +149,8 @@ class Trainer:
             rate = self.learning_rate(step)
             with reporter.starting(step + 1):
                 rate32 = np.float32(rate)
-                if step == first:
-                    compile_kernels(step_function, (state, batch, rate32), self.program.mesh)
+                if self._lowering is not None:
+                    self._lowering.join()
                 state, metrics = step_function(state, batch, rate32)
             done = step + 1
             reporter.dispatched(done, metrics, rate)
@@ -261,6 +264,7 @@ class Trainer:
     def _start(self) -> TrainState:
         model = self.program.model
         target = self.program.abstract_state
+        self._lower_beside(self.checkpointer.latest_step() or 0)
         with self.output.console.announced("restoring the newest checkpoint"):
             found = self.checkpointer.restore_newest(target.weights, target.optimizer, model.layer_rows)
         if self.output.writer is not None:
@@ -275,6 +279,24 @@ class Trainer:
         self.carried = Carried(meta["productive_seconds"], running, tuple(meta["losses"]))
         self.source.restore(meta["source"])
         return self.program.restored_state(latest, weights, optimizer, meta)
+
+    def _lower_beside(self, first: int) -> None:
+        """Starts to trace and lower the step after `first` in a thread, while this one makes the state. JAX keeps what
+        was lowered for the call, and raises there what is wrong with it."""
+        if first >= self.config.steps:
+            return
+        program = self.program
+        step_function = program.train_step(self.config)
+        shape = self.config.schedule(program.mesh_config)(first)
+        batch = abstract_batch(program.arrays(self.config), shape, program.mesh)
+        arguments = program.abstract_state, batch, jax.ShapeDtypeStruct((), np.float32)
+
+        def lower() -> None:
+            with jax.set_mesh(program.mesh), contextlib.suppress(Exception):
+                compile_kernels(step_function.lower(*arguments), program.mesh)
+
+        self._lowering = threading.Thread(target=lower, name="lowers the train step")
+        self._lowering.start()
 
     def initial_state(self) -> TrainState:
         """The state before the first step."""

@@ -67,14 +67,15 @@ def make_train_step(model: Model, objective: Objective, optimizer: Optimizer, tr
             first = jax.tree.map(lambda a: a[0], batch)
             terms, grads, updates = gradients(weights, first, key, 0, 1, scale)
         else:
+            traced_once = jax.jit(gradients, static_argnums=4)  # for the shapes of its results and in the loop
+
+            def of_microbatch(number, microbatch):
+                return traced_once(weights, microbatch, key, number, num_microbatches, scale)
 
             def accumulate(total, microbatch):
-                number, microbatch = microbatch
-                new = gradients(weights, microbatch, key, number, num_microbatches, scale)
-                return jax.tree.map(jnp.add, total, new), None
+                return jax.tree.map(jnp.add, total, of_microbatch(*microbatch)), None
 
-            first_microbatch = jax.tree.map(lambda a: a[0], batch)
-            shapes = jax.eval_shape(lambda: gradients(weights, first_microbatch, key, 0, num_microbatches, scale))
+            shapes = jax.eval_shape(of_microbatch, jnp.int32(0), jax.tree.map(lambda a: a[0], batch))
             zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
             (terms, grads, updates), _ = jax.lax.scan(accumulate, zeros, (jnp.arange(num_microbatches), batch))
         loss = terms.total()

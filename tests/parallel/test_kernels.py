@@ -32,9 +32,10 @@ def layers(x, scale):
 arguments = array((4, 512, 1024), jnp.bfloat16), array((1024,), jnp.float32)
 with jax.set_mesh(mesh):
     both = jax.jit(jax.grad(layers, (0, 1)))
-    for kernel, inputs in compat.kernels_of(both.lower(*arguments)):
+    lowered = both.lower(*arguments)
+    for kernel, inputs in compat.kernels_of(lowered):
         print([str(like.dtype) for like in inputs])
-    threads = compile_kernels(both, arguments, mesh)
+    threads = compile_kernels(lowered, mesh)
     for thread in threads:
         thread.join()
     print(len(threads))
@@ -53,4 +54,4 @@ def test_each_kernel_of_a_program_compiles_alone_for_hopper(compile_for_hopper):
 def test_other_devices_compile_none(make_test_mesh):
     mesh = make_test_mesh()
     with jax.set_mesh(mesh):
-        assert compile_kernels(jax.jit(jnp.sin), (jnp.ones(3),), mesh) == []
+        assert compile_kernels(jax.jit(jnp.sin).lower(jnp.ones(3)), mesh) == []

@@ -16,7 +16,6 @@ the part of it that was spent in steps that are part of the run. The rest is com
 the first with each batch size), evaluating, saving, and steps lost in a crash and repeated.
 """
 
-import contextlib
 import dataclasses
 import importlib.util
 import itertools
@@ -26,10 +25,10 @@ import math
 import os
 import socket
 import struct
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +106,8 @@ class MetricsWriter:
         self._file = Appender(self._path)
         folder = self._run_dir / "tensorboard"
         self._tensorboard = TensorBoardFile(folder, run_config), TensorBoardFile(folder / "eval")
-        if config.tensorboard:
-            threading.Thread(target=_import_tensorboard).start()
+        self._tensorboard_thread = ThreadPoolExecutor(1, "TensorBoard")
+        """Importing tensorboardX takes seconds where PyTorch is installed, for which no step should wait."""
         self._wandb = _start_wandb(self._run_dir, config, run_config) if config.wandb_project else None
         self._writes_metrics = BestEffort(str(self._path))
         self._writes_tensorboard = BestEffort(f"TensorBoard, {self._run_dir / 'tensorboard'}")
@@ -128,8 +127,7 @@ class MetricsWriter:
         step = record.pop("step")
         scalars = {name: value for name, value in record.items() if isinstance(value, int | float)}
         if self._config.tensorboard:
-            with self._writes_tensorboard:
-                self._write_tensorboard(scalars, step)
+            self._tensorboard_thread.submit(self._write_tensorboard, scalars, step)
         if self._wandb is not None:
             with self._writes_wandb:
                 self._wandb.log(scalars, step=step)
@@ -141,9 +139,10 @@ class MetricsWriter:
             for name, value in scalars.items()
             if name not in EVALUATION_TAGS
         }
-        for file, values in zip(self._tensorboard, (training, evaluation), strict=True):
-            if values:
-                file.write(values, step)
+        with self._writes_tensorboard:
+            for file, values in zip(self._tensorboard, (training, evaluation), strict=True):
+                if values:
+                    file.write(values, step)
 
     def rewind(self, step: int) -> None:
         """Drops the lines after `step`, so that a resumed run has one line per step.
@@ -189,7 +188,8 @@ class MetricsWriter:
         return self._path.with_suffix(".jsonl.damaged")
 
     def close(self) -> None:
-        """Finishes the Weights & Biases run; files need not be closed."""
+        """Waits until all is written, and finishes the Weights & Biases run."""
+        self._tensorboard_thread.shutdown()
         if self._wandb is not None:
             with self._writes_wandb:
                 self._wandb.finish()
@@ -230,12 +230,6 @@ class TensorBoardFile:
             config = f"```\n{json.dumps(self._run_config, indent=2)}\n```"
             records += _tensorboard_record(step=self.first_new_step or 0, summary=text("config", config))
         return records
-
-
-def _import_tensorboard() -> None:
-    """While the step is compiled: it imports PyTorch where that is installed, which takes 4 to 6 s."""
-    with contextlib.suppress(Exception):  # `write` will raise it again
-        importlib.import_module("tensorboardX.summary")
 
 
 def _tensorboard_record(**event: Any) -> bytes:

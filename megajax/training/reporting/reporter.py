@@ -5,6 +5,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
 
 import jax
@@ -55,7 +56,9 @@ class Reporter:
 
     def __post_init__(self):
         carried = self.carried_before
-        self._pending: tuple[int, dict, float] | None = None
+        self._pending: tuple[int, dict, float, Future[float]] | None = None  # the last: when it ended
+        # The thread of the loop may still be dispatching the next step when one ends, for half of the step or more.
+        self._clock = ThreadPoolExecutor(1, "end of a step")
         self._compiled: set[tuple[int, int]] = set()  # shapes of batches
         self._is_compiling = False  # the pending step, or the next one
         # Of all steps since the last line whose update was not skipped; kept on the device: steps need not wait.
@@ -89,7 +92,7 @@ class Reporter:
     def dispatched(self, step: int, metrics: dict, rate: float) -> None:
         """Call after dispatching a step: reports the previous one."""
         self.flush()
-        self._pending = (step, metrics, rate)
+        self._pending = (step, metrics, rate, self._clock.submit(_time_when_ready, metrics["loss"]))
         if self._is_compiling:
             started = self._last_end
             name = "the first step" if step == self.first + 1 else f"step {step}, the first of its batch size"
@@ -104,11 +107,10 @@ class Reporter:
         """Waits for the pending step, and reports it if it is due."""
         if self._pending is None:
             return
-        step, metrics, rate = self._pending
+        step, metrics, rate, end = self._pending
         self._pending = None
-        jax.block_until_ready(metrics["loss"])
         started = self._last_end
-        self.restart_clock()
+        self._last_end = end.result()
         if not self._is_compiling:
             self.productive_seconds += self._last_end - started
             self._seconds += self._last_end - started
@@ -123,7 +125,6 @@ class Reporter:
             self._emit(self._line(step, values, rate))
             self._losses = []
             self._begin_line()
-            self.restart_clock()
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
         self._emit({"step": step} | values)
@@ -220,6 +221,11 @@ class Reporter:
         self.console.step(line["step"], self.num_steps, line)
         if self.writer is not None:
             self.writer.write(line)
+
+
+def _time_when_ready(array: jax.Array) -> float:
+    jax.block_until_ready(array)
+    return time.perf_counter()
 
 
 def scalars(metrics: dict[str, Any]) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Skipped updates are reported with their samples, too many end the run; only steps are productive time."""
 
 import contextlib
+import threading
 import time
 
 import jax
@@ -56,10 +57,20 @@ def reporter(
     )  # fmt: skip
 
 
-def dispatch(it, step):
+class Loss(float):
+    """Of a step that a device runs until `done`."""
+
+    def __init__(self, _):
+        self.done = threading.Event()
+
+    def block_until_ready(self):
+        self.done.wait()
+
+
+def dispatch(it, step, loss=1.0):
     with it.starting(step):
         pass
-    it.dispatched(step, {"loss": 1.0, "grad_norm": 1.0, "skipped": 0, "total_skipped": 0}, 0.1)
+    it.dispatched(step, {"loss": loss, "grad_norm": 1.0, "skipped": 0, "total_skipped": 0}, 0.1)
 
 
 def run(console, max_consecutive_skips, skipped):
@@ -109,33 +120,57 @@ def test_too_many_in_a_row_end_the_run():
 def test_goodput_counts_steps_and_neither_the_first_nor_evaluation_nor_saving(monkeypatch):
     """A clock that stands still but for the times given here: earlier starts ran 100 s, of which 40 were productive."""
     clock = [1000.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    read = threading.Event()
+
+    def perf_counter():
+        now = clock[0]
+        if threading.current_thread() is not threading.main_thread():
+            read.set()
+        return now
+
+    monkeypatch.setattr(time, "perf_counter", perf_counter)
     console, writer = Lines(), Written()
     it = reporter(console, 0, writer, every_steps=2, carried=Carried(40.0, 100.0))
 
     def pass_time(seconds):
         clock[0] += seconds
 
+    def end(loss):
+        read.clear()
+        loss.done.set()
+        assert read.wait(60)
+
     pass_time(30)  # compilation
     dispatch(it, 1)
-    for step in (2, 3, 4):
+    running = Loss(1.0)
+    dispatch(it, 2, running)
+    for step in (3, 4):
         pass_time(4)
-        dispatch(it, step)
+        end(running)
+        pass_time(1)  # step `step` is running, and the loop still dispatching it
+        running = Loss(1.0)
+        dispatch(it, step, running)
+        clock[0] -= 1
     pass_time(4)
+    end(running)
     it.flush()
-    assert it.productive_seconds == 40 + 4 * 4
+    assert it.productive_seconds == 40 + 3 * 4
     pass_time(50)
     it.evaluation(4, {"eval_loss": 1.0})
     pass_time(7)  # a save
     it.restart_clock()
-    dispatch(it, 5)
+    running = Loss(1.0)
+    dispatch(it, 5, running)
     pass_time(3)
+    end(running)
     it.flush()
-    assert it.productive_seconds == 40 + 4 * 4 + 3
+    assert it.productive_seconds == 40 + 3 * 4 + 3
+    seconds = {line["step"]: line["step_seconds"] for line in writer.lines if "step_seconds" in line}
+    assert seconds == {2: 4, 4: 4}
     found = {line["step"]: line["goodput"] for line in writer.lines if "goodput" in line}
-    assert found == {1: 40 / 130, 2: 48 / 138, 4: 56 / 146}
+    assert found == {1: 40 / 130, 2: 44 / 135, 4: 52 / 142}
     it.close()
-    assert console.notes[-1].startswith("goodput: 59.0 s of 3m 26s in steps (28.6%)")
+    assert console.notes[-1].startswith("goodput: 55.0 s of 3m 22s in steps (27.2%)")
 
 
 def test_speeds_are_those_of_the_batches_that_were_read_and_what_is_compiled_counts_in_none(monkeypatch):
