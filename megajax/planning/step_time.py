@@ -37,7 +37,7 @@ RECOMPUTED_PASSES = 2
 BUFFER_PASSES = 4  # a pipeline copies saved activations into a ring buffer and out of it
 ACCUMULATED_BYTES = 12  # per gradient and microbatch: the sum is read and written, the gradient read
 # Per gathered weight of an expert and microbatch: casts, copies and joined gradients, which XLA cannot fuse with the
-# kernel of the grouped matmul. Fitted to the steps in benchmarks/measured/experts.json.
+# kernel of the grouped matmul. Fitted to the mixtures in benchmarks/measured (experts.json, published_models.json).
 EXPERT_WEIGHT_BYTES = 20
 LINK_EFFICIENCY = 0.8  # of the datasheet's bandwidth inside a host, for collectives
 # Overlapped communication slows compute by this fraction of the time that its bytes take inside a host.
