@@ -29,8 +29,9 @@ class PrecisionConfig:
     high_layers: tuple[NonNegativeInt, NonNegativeInt] = (1, 1)
     """With a low-precision recipe: how many layers at the start and at the end of a stack remain in `compute`."""
     params: Literal["float32", "bfloat16"] = "float32"
-    """Format of the stored matrices and embeddings. bfloat16 keeps no float32 copy: an update below 1/512 of a weight
-    is lost. Norm scales, biases, routers and gradient sums are float32."""
+    """Format of the stored matrices and embeddings. Of bfloat16 ones the optimizer keeps the other 16 bits, so that its
+    updates are those of float32 weights, in the same memory, and no step rounds them for its matmuls
+    (docs/low_precision.md). Norm scales, biases, routers and gradient sums are float32."""
     compute: Literal["float32", "bfloat16"] = "bfloat16"
     """Format of activations and of the weights that matmuls read; norms, softmax and loss are float32 inside. With
     recipe fp16, float16 takes the place of bfloat16."""

@@ -38,4 +38,4 @@ def test_norm_scales_and_biases_move_by_the_learning_rate_and_matrices_are_store
         np.testing.assert_allclose(old[name] - new[name], 3e-4, atol=1e-7, err_msg=name)
     for name, record in records.items():
         assert new[name].dtype == (jnp.bfloat16 if record.is_cast else jnp.float32), name
-    assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {np.dtype(np.float32), np.dtype(np.int32)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.state)} == {np.dtype(np.float32), np.dtype(np.int32)}

@@ -20,6 +20,7 @@ parameters, moments and the step count of the bias correction are unchanged, bit
 same program, so it does not wait for the host.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from megajax.optim.config import OptimizerConfig
 from megajax.optim.groups import OF_MATRICES, rules_of
 from megajax.optim.moments import with_moments
 from megajax.optim.muon import muon_flops, scale_by_muon, scale_by_normuon
+from megajax.optim.remainders import WithRemainders, has_remainders, packed, unpacked
 from megajax.parameters import name_of, parameter_of, select
 
 PyTree = Any
@@ -71,8 +73,13 @@ class Optimizer:
         return with_moments(chain, self.config.moments, rules)
 
     def init(self, params: PyTree) -> PyTree:
-        """State before the first step: zero moments in optimizer.moments, for any dtype of the parameters."""
-        return self.transform(self.rules).init(_float32(params))
+        """State before the first step: zero moments in optimizer.moments, and the remainders of bfloat16 parameters."""
+        return self._init(self.rules, params, with_remainders=has_remainders(params))
+
+    def _init(self, rules: PyTree, params: PyTree, *, with_remainders: bool) -> PyTree:
+        params32 = _float32(params)
+        state = self.transform(rules).init(params32)
+        return WithRemainders(state, packed(params32, params)[1]) if with_remainders else state
 
     def abstract_state(self, abstract_params: PyTree) -> PyTree:
         """Shapes and dtypes of what `init` returns, found once: a search for a mesh asks for them hundreds of times."""
@@ -104,7 +111,8 @@ class Optimizer:
         Args:
             grads: float32, structure and shapes of `params`.
             state: from `init` or the last `update`.
-            params: nested dict of arrays; the result keeps their dtypes, the arithmetic is float32.
+            params: nested dict of arrays in float32, or in bfloat16, of which the state has the remainders
+                (megajax/optim/remainders.py); the result keeps their dtypes, the arithmetic is float32.
             learning_rate: float32 scalar, from the Schedule on the host.
             loss: optional scalar; if it is not finite the step is skipped even if the gradients are finite.
             grad_norm: global_norm of the gradients, if the caller can compute it with fewer reads.
@@ -132,20 +140,23 @@ class Optimizer:
 
     def _step(self, rules, grads, state, params, learning_rate, finite):
         """-> (params, state) after the step, unchanged if `finite` is false."""
-        params32 = _float32(params)
+        with_remainders = isinstance(state, WithRemainders)
+        params32 = unpacked(params, state.remainders) if with_remainders else params
+        moments = state.state if with_remainders else state
         # Optax multiplies Python floats with its int32 step count, which strict promotion would refuse.
         with jax.numpy_dtype_promotion("standard"):
-            directions, proposed_state = self.transform(rules).update(grads, state, params32)
+            directions, moments = self.transform(rules).update(grads, moments, params32)
 
-        def moved(old, direction, param, rule):
+        def moved(old, direction, rule):
             rate = learning_rate if rule.learning_rate_scale == 1 else rule.learning_rate_scale * learning_rate
-            return (old - rate * direction).astype(param.dtype)
+            return old - rate * direction
 
         def keep(new, old):
             return jnp.where(finite, new, old)
 
-        proposed = jax.tree.map(moved, params32, directions, params, rules)
-        return jax.tree.map(keep, proposed, params), jax.tree.map(keep, proposed_state, state)
+        proposed, remainders = packed(jax.tree.map(moved, params32, directions, rules), params)
+        proposed_state = WithRemainders(moments, remainders) if with_remainders else moments
+        return jax.tree.map(keep, (proposed, proposed_state), (params, state))
 
     def _step_in_turn(self, grads, state, params, learning_rate, finite):
         """_step for one parameter after the other, with moments that are kept on the host.
@@ -166,7 +177,8 @@ class Optimizer:
         for number, path in enumerate(paths):
             name = name_of(path)
             rules, grad, param = (_only(name, tree) for tree in (self.rules, grads, params))
-            like = jax.eval_shape(self.transform(rules).init, _float32(param))
+            with_remainders = isinstance(state, WithRemainders)
+            like = jax.eval_shape(functools.partial(self._init, rules, with_remainders=with_remainders), param)
             leaf_paths = [leaf_path for leaf_path, _ in jax.tree_util.tree_leaves_with_path(like)]
             leaves = [leaf_at[leaf_path] for leaf_path in leaf_paths]
             leaves, token = jax.lax.optimization_barrier((leaves, tokens[number % 2]))

@@ -55,7 +55,7 @@ def _parameters(model: Model) -> str:
         return f"adapters float32, frozen matrices {' and '.join(sorted(found))}"
     if model.precision.params == "float32":
         return "parameters float32"
-    return f"matrices {model.precision.params} (updates below 1/512 of a weight are lost), other parameters float32"
+    return f"matrices {model.precision.params} with remainders, other parameters float32"
 
 
 def described_precision(program: Program) -> str:
