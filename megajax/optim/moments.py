@@ -1,7 +1,7 @@
 """Moments of an optimizer in fewer bits between updates: optimizer.moments.
 
 An update turns them into float32, computes, and rounds the new ones. Moments of biases, norm scales and routers, which
-take little memory, remain float32. Weights are another matter: precision.params.
+take little memory, remain float32. For the weights see precision.params.
 
     bfloat16   rounded to nearest, as in Megatron's precision-aware optimizer (Transformer Engine's FusedAdam).
     float8     e4m3 (Micikevicius et al. 2022, arXiv 2209.05433) times a float32 scale for each row, the last dim of a

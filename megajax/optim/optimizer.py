@@ -169,6 +169,7 @@ class Optimizer:
         The state of one parameter is that of the same transformation applied to it alone: leaves of the whole state, at
         the same paths. Leaves shared by all parameters, like a step count, get the same value each time.
         """
+        with_remainders = isinstance(state, WithRemainders)
         leaf_at = dict(jax.tree_util.tree_leaves_with_path(state))
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
         new_params = []
@@ -177,7 +178,6 @@ class Optimizer:
         for number, path in enumerate(paths):
             name = name_of(path)
             rules, grad, param = (_only(name, tree) for tree in (self.rules, grads, params))
-            with_remainders = isinstance(state, WithRemainders)
             like = jax.eval_shape(functools.partial(self._init, rules, with_remainders=with_remainders), param)
             leaf_paths = [leaf_path for leaf_path, _ in jax.tree_util.tree_leaves_with_path(like)]
             leaves = [leaf_at[leaf_path] for leaf_path in leaf_paths]

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from megajax.mesh import compat
@@ -49,7 +48,7 @@ from megajax.planning.step_time import (
     low_share,
     step_times,
 )
-from megajax.training.batches import abstract_batch
+from megajax.training.batches import step_arguments
 from megajax.training.compiler_options import compiler_options
 from megajax.training.config import TrainingConfig
 from megajax.training.program import Program
@@ -183,10 +182,9 @@ def compile_step(program: Program[Mesh], training: TrainingConfig) -> tuple[Any,
     # Compile-only devices have no host memory: a sharding over them would lose its memory kind.
     parts = (program.model, program.task, program.optimizer, mesh.abstract_mesh, program.mesh_config, options)
     abstract = Program(*parts)
-    arrays = abstract_batch(program.arrays(training), training.schedule(program.mesh_config)(training.steps), mesh)
     with jax.set_mesh(mesh):
         step = abstract.train_step(training)
-        compiled = step.lower(abstract.abstract_state, arrays, jax.ShapeDtypeStruct((), jnp.float32)).compile()
+        compiled = step.lower(*step_arguments(abstract, training, training.steps, mesh)).compile()
     return compiled, time.perf_counter() - start
 
 

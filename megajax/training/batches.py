@@ -15,6 +15,7 @@ from megajax.parallel.context import sequence_order
 from megajax.training.batch_schedule import Batch
 from megajax.training.config import TrainingConfig
 from megajax.training.program import Program
+from megajax.training.state import TrainState
 
 
 def abstract_batch(
@@ -29,6 +30,16 @@ def abstract_batch(
         )
 
     return {name: array(spec) for name, spec in sorted(arrays.items())}
+
+
+def step_arguments(
+    program: Program, training: TrainingConfig, done: int, mesh: Mesh | AbstractMesh
+) -> tuple[TrainState, dict[str, jax.ShapeDtypeStruct], jax.ShapeDtypeStruct]:
+    """What the step after `done` finished ones is called with, as shapes, dtypes and shardings; the batch is on this
+    mesh."""
+    batch = training.schedule(program.mesh_config)(done)
+    arrays = abstract_batch(program.arrays(training), batch, mesh)
+    return program.abstract_state, arrays, jax.ShapeDtypeStruct((), np.float32)
 
 
 class BatchPlacer:

@@ -27,7 +27,7 @@ from megajax.data.loader import BatchSource, IndexedSource
 from megajax.mesh.kernels import compile_kernels
 from megajax.optim.schedule import Schedule
 from megajax.training.batch_schedule import BatchSchedule
-from megajax.training.batches import BatchPlacer, abstract_batch, device_batches
+from megajax.training.batches import BatchPlacer, device_batches, step_arguments
 from megajax.training.config import LaunchConfig, TrainingConfig
 from megajax.training.faults.replicas import check_replicas, describe_replicas
 from megajax.training.faults.stop import StopRequest
@@ -285,15 +285,16 @@ class Trainer:
         was lowered for the call, and raises there what is wrong with it."""
         if first >= self.config.steps:
             return
-        program = self.program
-        step_function = program.train_step(self.config)
-        shape = self.config.schedule(program.mesh_config)(first)
-        batch = abstract_batch(program.arrays(self.config), shape, program.mesh)
-        arguments = program.abstract_state, batch, jax.ShapeDtypeStruct((), np.float32)
+        mesh = self.program.mesh
+        step_function = self.program.train_step(self.config)
+        arguments = step_arguments(self.program, self.config, first, mesh)
 
         def lower() -> None:
-            with jax.set_mesh(program.mesh), contextlib.suppress(Exception):
-                compile_kernels(step_function.lower(*arguments), program.mesh)
+            try:
+                with jax.set_mesh(mesh):
+                    compile_kernels(step_function.lower(*arguments), mesh)
+            except Exception as error:
+                logger.info("the step is lowered when it is called: %s", type(error).__name__)
 
         self._lowering = threading.Thread(target=lower, name="lowers the train step")
         self._lowering.start()

@@ -49,7 +49,9 @@ def test_updates_are_those_of_float32_weights_to_the_bit(changes):
     assert isinstance(state, WithRemainders) and not isinstance(state32, WithRemainders)
     for step in range(5):
         grads = random_tree(1 + step, float("nan") if step == 2 else 1.0)
+        forms = jax.tree.map(lambda a: (a.shape, a.dtype), (params, state))
         params, state, _ = update(grads, state, params, jnp.float32(1e-5))
+        assert jax.tree.map(lambda a: (a.shape, a.dtype), (params, state)) == forms
         params32, state32, _ = update(grads, state32, params32, jnp.float32(1e-5))
         weights = unpacked(*jax.device_get((params, state.remainders)))
         jax.tree.map(np.testing.assert_array_equal, (weights, state.state), (params32, state32))
