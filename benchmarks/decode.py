@@ -24,6 +24,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import math
 import random
 import subprocess
 import sys
@@ -42,6 +43,7 @@ from benchmarks.command_line import run
 from megajax.fields.ranges import PositiveFloat, PositiveInt
 from megajax.inference.benchmark import GREEDY, measure
 from megajax.inference.config import Sampling, ServingConfig
+from megajax.inference.device.weights import shardings_of
 from megajax.inference.engine import Engine
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.mesh.devices import find_device
@@ -50,12 +52,15 @@ from megajax.mesh.sharding import weight_spec
 from megajax.models.model import Model
 from megajax.overrides import override
 from megajax.parameters import Parameter, PerLayer, name_of
+from megajax.quantization.weights import QuantizedWeight
 from megajax.terminal.command_line import parse_known
 
 PROMPT_TOKENS = 1024
 NEW_TOKENS = 256
 STD = 0.02  # of random weights; of those that add to the residual stream 1 / sqrt(2 layers) of it, as when training
 PROFILED_TOKENS = 16
+GROUP = 128  # inputs that share a scale in 4 bits
+STD_OF_LEVELS = 21.25**0.5  # of -8 to 7, equally likely
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,10 +83,12 @@ class Options:
     """Requests per second of arrivals."""
     profile: PositiveInt = 32
     """Batch of the profile; the profiler runs the kernels of a CUDA graph one by one."""
+    four_bits: bool = False
+    """Matrices in 4 bits with a scale for 128 inputs, as symmetric GPTQ folders have them."""
     serving: ServingConfig = ServingConfig()
 
 
-def make_engine(config, serving: ServingConfig) -> tuple[Engine, dict]:
+def make_engine(config, options: Options) -> tuple[Engine, dict]:
     """-> (engine, seconds to make it and to warm it up)."""
     devices = jax.devices()
     mesh_config = config.mesh.resolve(len(devices)) if -1 in config.mesh.sizes().values() else config.mesh
@@ -89,9 +96,9 @@ def make_engine(config, serving: ServingConfig) -> tuple[Engine, dict]:
     precision = dataclasses.replace(config.precision, params=config.precision.compute)
     model = Model(config.model, precision, config.execution)
     start = time.perf_counter()
-    weights = jax.block_until_ready(random_weights(model, mesh))
+    weights = jax.block_until_ready(random_weights(model, mesh, four_bits=options.four_bits))
     made = time.perf_counter()
-    engine = Engine(model, weights, mesh, None, serving=serving)
+    engine = Engine(model, weights, mesh, None, serving=options.serving)
     engine.warm_up()
     ready = time.perf_counter()
     return engine, {
@@ -104,9 +111,9 @@ def make_engine(config, serving: ServingConfig) -> tuple[Engine, dict]:
     }
 
 
-def random_weights(model: Model, mesh: Mesh) -> dict:
+def random_weights(model: Model, mesh: Mesh, *, four_bits: bool = False) -> dict:
     """As the engine reads them, an array per layer, each drawn on its own: a model may need nearly all of the memory.
-    Scales and biases are those of `init`."""
+    Scales and biases are those of `init`. four_bits: of the matrices that a folder has in 4 bits."""
     leaves = jax.tree_util.tree_leaves_with_path(model.records)
     small = [name_of(path) for path, record in leaves if record.role in ("vector", "variable")]
     initial = {name_of(path): a for path, a in jax.tree_util.tree_leaves_with_path(model.init(0, mesh, only=small))}
@@ -120,7 +127,13 @@ def random_weights(model: Model, mesh: Mesh) -> dict:
         if array is not None:
             return PerLayer(tuple(array))
         std = last if record.role == "matrix" and record.axes[-1] == "embed" else STD
-        program = _drawn(abstract.shape[1:], abstract.dtype, mesh, record.axes[1:], std)
+        of_layer = dataclasses.replace(record, axes=record.axes[1:])
+        in_4_bits = four_bits and record.is_quantizable
+        program = (
+            _drawn_levels(abstract.shape[1:], abstract.dtype, mesh, of_layer, std)
+            if in_4_bits
+            else _drawn(abstract.shape[1:], abstract.dtype, mesh, of_layer.axes, std)
+        )
         return PerLayer(tuple(program(jax.random.fold_in(key, layer)) for layer in range(abstract.shape[0])))
 
     return jax.tree_util.tree_map_with_path(draw, model.abstract_weights, model.records)
@@ -130,6 +143,20 @@ def random_weights(model: Model, mesh: Mesh) -> dict:
 def _drawn(shape: tuple[int, ...], dtype: jnp.dtype, mesh: Mesh, axes: tuple[str, ...], std: float):
     sharding = NamedSharding(mesh, weight_spec(axes))
     return jax.jit(lambda key: std * jax.random.normal(key, shape, dtype), out_shardings=sharding)
+
+
+@functools.cache
+def _drawn_levels(shape: tuple[int, ...], dtype: jnp.dtype, mesh: Mesh, record: Parameter, std: float):
+    *inputs, last = shape[: record.num_inputs]
+    outputs = shape[record.num_inputs :]
+    num_groups = math.prod((*inputs, last)) // GROUP
+
+    def draw(key) -> QuantizedWeight:
+        levels = jax.random.bits(key, (*outputs, *inputs, last // 2), jnp.uint8)
+        scale = jnp.full((num_groups, *outputs), std / STD_OF_LEVELS, dtype)
+        return QuantizedWeight(levels, scale, None, "unchanged")
+
+    return jax.jit(draw, out_shardings=shardings_of(record, "unchanged", mesh))
 
 
 def decoding(engine: Engine, options: Options, sampling: Sampling = GREEDY) -> Iterator[dict]:
@@ -294,6 +321,7 @@ def main(arguments: list[str]) -> int:
             f"--requests={options.requests}",
             f"--rate={_listed(options.rate)}",
         ]
+        given += ["--quantization=gptq"] * options.four_bits
         given += ["--quantization=fp8"] * (options.serving.weight_dtype == "float8")
         given += ["--kv_cache_dtype=fp8"] * (options.serving.page_dtype != "compute")
         record.run("vllm", functools.partial(peer, "vllm", ("vllm",), options, [*given, *overrides]))
@@ -301,7 +329,7 @@ def main(arguments: list[str]) -> int:
 
     def ready() -> Iterator[dict]:
         use_compilation_cache()
-        engine, found = make_engine(config, options.serving)
+        engine, found = make_engine(config, options)
         engines.append(engine)
         yield {"device": f"{engine.mesh.size} x {engine.mesh.devices.flat[0].device_kind}"} | found
 

@@ -73,14 +73,14 @@ def set_up(config: Config) -> Setup:
     program = config.make_program(make_mesh(config.mesh))
     batch = training.schedule(config.mesh)(training.steps)
     arrays = abstract_batch(program.arrays(training), batch, program.mesh)
-    order = sequence_order(training.sequence_length, config.mesh.context, config.execution.context_attention)
+    order = sequence_order(arrays["tokens"].shape[-1], config.mesh.context, config.execution.context_attention)
     batches = _random_batches(arrays, order, config.model)
     return Setup(config, program, batches)
 
 
 def _random_batches(arrays: dict[str, jax.ShapeDtypeStruct], order: np.ndarray, model: ModelConfig) -> list[dict]:
-    """Random tokens with the other arrays of a batch; labels are the next tokens. In a model that reads images, as
-    benchmarks/image_batches.py has them."""
+    """Random tokens with the other arrays of a batch; labels are the next tokens. An encoder reads one text per row. In
+    a model that reads images, as benchmarks/image_batches.py has them."""
     shape = arrays["tokens"].shape
     vocab_size = model.vocab_size
 
@@ -91,7 +91,8 @@ def _random_batches(arrays: dict[str, jax.ShapeDtypeStruct], order: np.ndarray, 
             for name, target in targets.items()
         }
 
-    same = on_devices({"positions": np.broadcast_to(order, shape), "loss_mask": np.ones(shape, np.float32)})
+    one_text = {name: np.ones(like.shape) for name, like in arrays.items() if name == "encoder_segment_ids"}
+    same = on_devices({"positions": np.broadcast_to(order, shape), "loss_mask": np.ones(shape)} | one_text)
 
     def drawn(number: int) -> dict[str, np.ndarray]:
         rng = np.random.default_rng(number)

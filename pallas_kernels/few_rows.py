@@ -102,7 +102,7 @@ def hidden(
             weights = plgpu.load(weights_ref.at[slot], (), layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
             wide = lax.broadcast_in_dim(weights, gate.shape, [1])
             value = jnp.where(wide != 0, gated.FUNCTIONS[function](gate)[0] * up * wide, 0.0)
-            _store_transposed(out_ref.at[slot, :, columns], value.astype(dtype))
+            store_transposed(out_ref.at[slot, :, columns], value.astype(dtype))
 
     run = plgpu.kernel(
         body,
@@ -153,7 +153,7 @@ def products(rows_ZRK: jax.Array, matrix_EKN: jax.Array, groups_Z: jax.Array, *,
             for step in range(stages):
                 copy(step)
             products = pl.run_scoped(sums, plgpu.ACC((COLUMNS, num_rows), jnp.float32))
-            _store_transposed(out_ref.at[part, slot, :, columns], products)
+            store_transposed(out_ref.at[part, slot, :, columns], products)
 
     run = plgpu.kernel(
         body,
@@ -185,7 +185,8 @@ def _for_each_step(steps: int, stages: int, full, products_of: Callable, copy: C
     lax.fori_loop(0, steps, one_step, None)
 
 
-def _store_transposed(ref, value):
+def store_transposed(ref, value):
+    """value: [N, R] in the registers of tensor cores. ref: [R, N] in global memory."""
     _transposed(ref)[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
 
 

@@ -1,16 +1,18 @@
-"""Products of a few rows with a matrix in 4 bits, for decoding on Hopper (Pallas, Mosaic GPU).
+"""Products of up to 512 rows with a matrix in 4 bits, for decoding on Hopper (Pallas, Mosaic GPU).
 
-    out[n, r] = sum_g scale[g, n] * sum_(k in g) (level[n, k] - zero[g, n]) * rows[r, k]
+    out[r, n] = sum_g scale[g, n] * sum_(k in g) (level[n, k] - zero[g, n]) * rows[r, k]
 
-Dimensions: R rows, a multiple of 8; K inputs, N outputs; G groups of GROUP consecutive inputs; B = K / 2 bytes of two
-levels as int4, one of the first half of a group in the lower bits and one of the second half in the upper ones; S parts
-into which the groups are split. Rows are bfloat16, sums float32, and those of the S parts are added by the caller.
+Dimensions: R rows, those of T tiles, each a multiple of 8; K inputs, N outputs; G groups of GROUP consecutive inputs;
+B = K / 2 bytes of two levels as int4, one of the first half of a group in the lower bits and one of the second half in
+the upper ones; S parts into which the groups are split. Rows are bfloat16, sums float32, and those of the S parts are
+added by the caller.
 
-The limit is memory bandwidth: the bytes are read once, whatever R is. The outputs are the rows of the tensor-core
-products, and their factors are made in registers, with 11 instructions for eight levels. A thread of the tensor cores
-has inputs 2t, 2t + 1, 2t + 8 and 2t + 9 of 16. So that it reads them as one word, and threads exchange nothing, the
-eight pairs of 16 bytes are in bit-reversed order: 0 4 2 6 1 5 3 7. A block of 128 threads computes 128 outputs of a
-part, with a ring of steps of one group in flight (TMA), 11 KB each with 8 rows.
+The limit of one tile is memory bandwidth, that of several the tensor cores: the blocks of all tiles that read the same
+bytes follow one another, so that they find these in the cache, and each makes the factors anew. The outputs are the
+rows of the tensor-core products, and their factors are made in registers, with 11 instructions for eight levels. A
+thread of the tensor cores has inputs 2t, 2t + 1, 2t + 8 and 2t + 9 of 16. So that it reads them as one word, and
+threads exchange nothing, the eight pairs of 16 bytes are in bit-reversed order: 0 4 2 6 1 5 3 7. A block of 128 threads
+computes 128 outputs of a part and of a tile, with a ring of steps of one group in flight (TMA), 11 KB each with 8 rows.
 """
 
 import functools
@@ -31,9 +33,9 @@ from pallas_kernels import few_rows
 from pallas_kernels.shared_memory import swizzled
 
 GROUP, OUTPUTS, STAGES = 128, 128, 4
-MAX_ROWS = 32
+TILE, MAX_ROWS = 64, 512
 BIAS = 136
-BLOCKS = 4 * 132  # at least: four per multiprocessor of an H100 SXM, H200 or GH200
+MULTIPROCESSORS = 132  # of an H100 SXM, H200 or GH200
 # commit_smem is the only barrier that is needed: threads write no shared memory.
 PARAMS = plgpu.CompilerParams(unsafe_no_auto_barriers=True)
 
@@ -49,15 +51,28 @@ def problem(num_rows: int, inputs: int, outputs: int, num_groups: int, dtype: jn
     return f"{num_rows} rows" if num_rows > MAX_ROWS else ""
 
 
+def padded(num_rows: int) -> int:
+    """The next number of rows that can be multiplied."""
+    multiple = 8 * num_tiles_of(num_rows)
+    return -(-num_rows // multiple) * multiple
+
+
+def num_tiles_of(num_rows: int) -> int:
+    return -(-num_rows // TILE)
+
+
 @functools.partial(jax.jit, static_argnames=("interpret",))  # lowered once for all layers
 def products(
     rows_RK: jax.Array, values_NB: jax.Array, scale_GN: jax.Array, zero_GN: jax.Array | None, *, interpret: Any = None
 ) -> jax.Array:
-    """-> float32 [S, N, R]. values: uint8. scale: a dtype of floats. zero: int8; None: 0."""
-    num_rows = rows_RK.shape[0]
+    """-> float32 [S, R, N]. values: uint8. scale: a dtype of floats. zero: int8; None: 0."""
+    num_tiles = num_tiles_of(rows_RK.shape[0])
+    num_rows = rows_RK.shape[0] // num_tiles
     num_groups, num_outputs = scale_GN.shape
     dtype = rows_RK.dtype
-    parts = few_rows.num_parts(num_outputs // OUTPUTS, num_groups, BLOCKS)
+    # At least as many blocks as fit: four per multiprocessor, or two if they have many rows.
+    blocks = (4 if num_rows <= TILE // 2 else 2) * MULTIPROCESSORS
+    parts = few_rows.num_parts(num_tiles * num_outputs // OUTPUTS, num_groups, blocks)
     steps = num_groups // parts
     stages = min(STAGES, steps)
     half = GROUP // 2
@@ -65,14 +80,15 @@ def products(
     def body(*refs):
         *sources, out_ref, full, rows_smem, values_smem, scale_smem, zero_smem = refs
         rows_ref, values_ref, *of_groups_refs = sources
-        tile, part = (lax.axis_index(name) for name in ("tile", "part"))
-        outputs = pl.ds(tile * OUTPUTS, OUTPUTS)
+        column, part, tile = (lax.axis_index(name) for name in ("column", "part", "tile"))
+        outputs = pl.ds(column * OUTPUTS, OUTPUTS)
+        rows = pl.ds(tile * num_rows, num_rows)
 
         def copy(step):
             stage = lax.rem(step, stages)
             group = part * steps + step
             inputs, inner = pl.ds(group * GROUP, GROUP), pl.ds(group * half, half)
-            plgpu.copy_gmem_to_smem(rows_ref.at[:, inputs], rows_smem.at[stage], full.at[stage])
+            plgpu.copy_gmem_to_smem(rows_ref.at[rows, inputs], rows_smem.at[stage], full.at[stage])
             plgpu.copy_gmem_to_smem(values_ref.at[outputs, inner], values_smem.at[stage], full.at[stage])
             for source, target in zip(of_groups_refs, (scale_smem, zero_smem), strict=False):
                 plgpu.copy_gmem_to_smem(source.at[group, outputs], target.at[stage], full.at[stage])
@@ -97,12 +113,13 @@ def products(
         for step in range(stages):
             copy(step)
         zeros = plgpu.layout_cast(jnp.zeros((OUTPUTS, num_rows), jnp.float32), plgpu.Layout.WGMMA)
-        out_ref[part, outputs] = lax.fori_loop(0, steps, one_step, zeros)
+        sums = lax.fori_loop(0, steps, one_step, zeros)
+        few_rows.store_transposed(out_ref.at[part, rows, outputs], sums)
 
     of_groups = [array for array in (scale_GN, zero_GN) if array is not None]
     run = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((parts, num_outputs, num_rows), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((parts, num_tiles * num_rows, num_outputs), jnp.float32),
         scratch_types=[
             plgpu.Barrier(num_arrivals=2 + len(of_groups), num_barriers=stages),
             swizzled((stages, num_rows, GROUP), dtype),
@@ -110,8 +127,8 @@ def products(
             plgpu.SMEM((stages, OUTPUTS), scale_GN.dtype),
             None if zero_GN is None else plgpu.SMEM((stages, OUTPUTS), zero_GN.dtype),
         ],
-        grid=(num_outputs // OUTPUTS, parts),
-        grid_names=("tile", "part"),
+        grid=(num_outputs // OUTPUTS, parts, num_tiles),  # the last axis changes first
+        grid_names=("column", "part", "tile"),
         compiler_params=PARAMS,
         interpret=interpret,
     )

@@ -1,7 +1,7 @@
 """vLLM as the peer of the engine on one GPU or several: the recipe's model with random weights, in bf16, greedy.
 
     python -m benchmarks.peers.vllm_decode --config=llama3_8b [--batch=1,32,128] [--requests=256] [--rate=8,20,32]
-        [--quantization=fp8] [--kv_cache_dtype=fp8] [--gpus=2]
+        [--quantization=fp8|gptq] [--kv_cache_dtype=fp8] [--gpus=2]
 
 Prints a line of JSON when it is ready, for each batch (1,024 prompt and 256 new tokens), and for the requests of
 benchmarks/requests.py: all at once, and as they arrive.
@@ -20,6 +20,7 @@ from megajax.weights.hugging_face.mapping import family_for
 
 PROMPT_TOKENS = 1024
 MAX_LENGTH = 8192
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 # One process, so that it takes steps when it is asked to; no kernels that are compiled when they are first used.
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -38,6 +39,9 @@ class Peer:
 
         family = family_for(config)
         options = write_options(family, config) | {"max_position_embeddings": MAX_LENGTH, "torch_dtype": "bfloat16"}
+        if given.get("quantization") == "gptq":  # vLLM chooses the kernel by what the folder says
+            options["quantization_config"] = GPTQ
+            del given["quantization"]
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "config.json").write_text(json.dumps(options))
             self.llm = LLM(

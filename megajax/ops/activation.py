@@ -44,8 +44,9 @@ def activate(wide_WF: jax.Array, name: Activation) -> jax.Array:
 def _formula(wide_WF, name):
     if wide_WF.dtype == jnp.float16:  # the square in the derivative of gelu_tanh overflows from 148 on
         return _formula(wide_WF.astype(jnp.float32), name).astype(jnp.float16)
-    hidden_F = _FUNCTIONS[name](wide_WF[..., 0, :])
-    return hidden_F * wide_WF[..., 1, :] if name in GATED else hidden_F
+    parts = [jnp.squeeze(part, -2) for part in jnp.split(wide_WF, wide_WF.shape[-2], -2)]
+    hidden_F = _FUNCTIONS[name](parts[0])
+    return hidden_F * parts[1] if name in GATED else hidden_F
 
 
 def _forward(wide_WF, name):

@@ -1,4 +1,4 @@
-"""Products with a matrix in 4 bits. For a few rows, as in decoding, our kernel reads the levels on Hopper
+"""Products with a matrix in 4 bits. For up to 512 rows, as in decoding, our kernel reads the levels on Hopper
 (pallas_kernels/four_bits.py); where `tensor` is the only axis of the mesh, each GPU those of its part. Other devices
 and meshes, other groups than of 128 inputs and more rows have a copy of the matrix in their dtype.
 """
@@ -18,7 +18,6 @@ from megajax.ops.choice import log_choice
 from megajax.quantization.weights import QuantizedWeight
 
 AXIS = "tensor"
-ALIGNED = 8  # rows of the kernel
 
 
 def matmul(x: jax.Array, weight: QuantizedWeight, num_contracted: int, outputs: P | None) -> jax.Array:
@@ -78,10 +77,9 @@ def multiply(x: jax.Array, weight: QuantizedWeight, kernel: Any = None) -> jax.A
     inputs = weight.size // num_outputs
     leading = x.shape[: x.ndim - (weight.values.ndim - len(outputs))]
     num_rows = math.prod(leading)
-    padded = -(-num_rows // ALIGNED) * ALIGNED
-    rows_RK = jnp.pad(x.reshape(num_rows, inputs), ((0, padded - num_rows), (0, 0)))
+    rows_RK = jnp.pad(x.reshape(num_rows, inputs), ((0, kernel.padded(num_rows) - num_rows), (0, 0)))
     values_NB = weight.values.reshape(num_outputs, inputs // 2)
     of_groups = [None if a is None else a.reshape(num_groups, num_outputs) for a in (weight.scale, weight.zero)]
     # As an addition of slices, which XLA fuses with what reads the sum; a reduction would be a kernel of its own.
-    sums_NR = functools.reduce(jnp.add, list(kernel.products(rows_RK, values_NB, *of_groups)))
-    return sums_NR.T[:num_rows].astype(x.dtype).reshape(*leading, *outputs)
+    sums_RN = functools.reduce(jnp.add, list(kernel.products(rows_RK, values_NB, *of_groups)))
+    return sums_RN[:num_rows].astype(x.dtype).reshape(*leading, *outputs)

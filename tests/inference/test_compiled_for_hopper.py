@@ -81,8 +81,8 @@ def check(mlp_dim, *names, transforms=(), **attention):
     pool_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(caches))
     decode = functools.partial(programs.decode, model, vocab_size, sizes, 4)
     prefill = functools.partial(programs.prefill, model, vocab_size, sizes)
-    one_row, some_rows, many_rows = (
-        (*batches.empty_decode(*shapes.fitting_decode(number, 1)), np.int32(1)) for number in (1, 8, 32)
+    one_row, some_rows, many_rows, all_rows = (
+        (*batches.empty_decode(*shapes.fitting_decode(number, 1)), np.int32(1)) for number in (1, 8, 32, 128)
     )
     prompt, mixed = (
         (*batches.empty_prefill(*shapes.fitting_prefill(shapes.chunks[-1], 32, number)), np.bool_(False), None)
@@ -96,9 +96,10 @@ def check(mlp_dim, *names, transforms=(), **attention):
         calls[name] = (levels, decode, one_row, 2 * MiB)
         if format.inputs == "by_rows":
             calls[f"{name}, prompt"] = (levels, prefill, prompt, 64 * MiB)
-    # The parts of a product in 4 bits have up to 1.75 MiB; the smallest copy of a matrix would have 32.
-    for name, given, large in (("int4", one_row, 4 * MiB), ("int4, 8 rows", some_rows, 16 * MiB)):
-        calls[name] = (joined(model, in_groups(model, params)), decode, given, large)
+    # The parts of a product in 4 bits have up to 1.75 MiB, of 8 rows; the smallest copy of a matrix would have 32.
+    in_4_bits = {"": (one_row, 4 * MiB), ", 8 rows": (some_rows, 16 * MiB), ", 128 rows": (all_rows, 32 * MiB)}
+    for name, (given, large) in in_4_bits.items():
+        calls[f"int4{name}"] = (joined(model, in_groups(model, params)), decode, given, large)
     for name in names or calls:
         weights, function, given, large = calls[name]
         if function is decode:
@@ -145,6 +146,7 @@ def test_a_call_copies_no_weight_and_no_page(compile_for_hopper):
         "float8, prompt: 0 True True []",
         "int4: 0 True True []",
         "int4, 8 rows: 0 True True []",
+        "int4, 128 rows: 0 True True []",
         "32 rows: 0 True True []",
         "one row: 1000 True True []",
         "32 rows: 1000 True True []",
@@ -164,7 +166,7 @@ from megajax.inference.device.batches import Batches, Shapes
 from megajax.inference.device.compiler_options import decode_options, prefill_options
 from megajax.inference.device.packing import num_words
 from megajax.inference.device.programs import Rows
-from megajax.inference.device.weights import _quantizer, _shardings, FORMATS
+from megajax.inference.device.weights import _quantizer, shardings_of, FORMATS
 from megajax.layers.attention.kv_cache import PoolSizes
 from megajax.layers.feed_forward.moe import MoeConfig
 from megajax.layers.feed_forward.router import RouterConfig
@@ -214,7 +216,7 @@ def in_groups(node, record):  # of 128 inputs, as folders have them
     scale, zero = (jax.ShapeDtypeStruct(of_groups, dtype) for dtype in (jnp.float16, jnp.int8))
     weight = QuantizedWeight(levels, scale, None, "unchanged", zero)
     of_layer = dataclasses.replace(record, axes=record.axes[1:])
-    shardings = _shardings(of_layer, "unchanged", mesh, has_zero=True)
+    shardings = shardings_of(of_layer, "unchanged", mesh, has_zero=True)
     one = jax.tree.map(lambda a, sharding: on_mesh(a, sharding.spec), weight, shardings)
     return PerLayer((one,) * len(node.arrays))
 

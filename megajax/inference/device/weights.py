@@ -339,7 +339,7 @@ def _put_levels(levels: QuantizedWeight, record: Parameter, mesh: Mesh) -> Quant
     def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
         return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
-    return jax.tree.map(put, levels, _shardings(record, levels.inputs, mesh, has_zero=levels.zero is not None))
+    return jax.tree.map(put, levels, shardings_of(record, levels.inputs, mesh, has_zero=levels.zero is not None))
 
 
 def _check_groups(levels: QuantizedWeight, sharding: NamedSharding) -> None:
@@ -363,11 +363,11 @@ def _quantizer(record: Parameter, format: WeightFormat, mesh: Mesh):
     def of(matrix: jax.Array) -> QuantizedWeight:
         return QuantizedWeight.of(matrix, record.num_inputs, format)
 
-    return jax.jit(of, out_shardings=_shardings(record, format.inputs, mesh))
+    return jax.jit(of, out_shardings=shardings_of(record, format.inputs, mesh))
 
 
-def _shardings(record: Parameter, inputs: Inputs, mesh: Mesh, *, has_zero: bool = False) -> QuantizedWeight:
-    """Of the arrays of a matrix with this record."""
+def shardings_of(record: Parameter, inputs: Inputs, mesh: Mesh, *, has_zero: bool = False) -> QuantizedWeight:
+    """Of the arrays of a matrix with this record, on these devices."""
 
     def over(*entries) -> Any:  # a sharding in the place of its array
         return NamedSharding(mesh, P(*entries))
