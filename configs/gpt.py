@@ -25,7 +25,7 @@ def gpt_tiny() -> Config:
         model=DecoderConfig(
             num_layers=4,
             embed_dim=128,
-            num_heads=4,
+            num_heads=2,
             vocab_size=2048,
             max_positions=256,
             position="rope",
@@ -49,15 +49,15 @@ def gpt_tiny() -> Config:
             groups=("embedding learning_rate_scale=4",),
         ),
         training=TrainingConfig(
-            steps=90,
+            steps=80,
             global_batch_size=16,
             sequence_length=256,
             log_every_steps=10,
-            eval_every_steps=30,
+            eval_every_steps=40,
             eval_steps=8,
             sample_prompt="def ",
         ),
-        checkpoint=CheckpointConfig(every_steps=30),
+        checkpoint=CheckpointConfig(every_steps=40),
     )
 
 

@@ -27,9 +27,9 @@ CASES = {
     "wrong type": (["--training.steps=many"], ["training.steps='many'", "a whole number"]),
     "no value": (["--model.biases"], ["--model.biases=VALUE"]),
     "heads and width": (["--model.num_heads=3"], ["model.embed_dim=128", "model.num_heads=3", "--model.head_dim"]),
-    "heads and kv heads": (["--model.num_kv_heads=3"], ["model.num_heads=4", "model.num_kv_heads=3"]),
+    "heads and kv heads": (["--model.num_kv_heads=3"], ["model.num_heads=2", "model.num_kv_heads=3"]),
     "no kv heads": (["--model.num_kv_heads=0"], ["model.num_kv_heads=0", "at least 1, or None"]),
-    "heads over tensor": (["--mesh.data=1", "--mesh.tensor=8"], ["model.num_heads=4", "use --mesh.tensor=4"]),
+    "heads over tensor": (["--mesh.data=1", "--mesh.tensor=8"], ["model.num_heads=2", "use --mesh.tensor=2"]),
     "kv heads over tensor": (
         ["--model.num_kv_heads=1", "--mesh.data=4", "--mesh.tensor=2"],
         ["model.num_kv_heads=1", "mesh.tensor=2", "use --mesh.tensor=1"],

@@ -209,7 +209,7 @@ def test_differences_name_each_changed_field_with_both_values():
     changed = override(config, ["--model.rope.base=5", "--training.steps=70", "--run_dir=x"])
     assert differences(config, changed) == [
         "model.rope.base: 10000.0 -> 5.0",
-        "training.steps: 90 -> 70",
+        "training.steps: 80 -> 70",
         "run_dir: runs/gpt_tiny -> x",
     ]
 

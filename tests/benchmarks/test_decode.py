@@ -23,7 +23,7 @@ def test_each_phase_is_recorded_and_a_failure_ends_only_its_own(tmp_path, monkey
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(
-        decode, "make_engine", lambda config, serving: (FakeEngine, {"ready_seconds": serving.max_rows})
+        decode, "make_engine", lambda config, options: (FakeEngine, {"ready_seconds": options.serving.max_rows})
     )
     monkeypatch.setattr(decode, "use_compilation_cache", lambda: None)
     monkeypatch.setitem(decode.PHASES, "decode", fails)
