@@ -56,7 +56,9 @@ def delta_net_tiny() -> Config:
 def mamba2_130m() -> Config:
     """Mamba-2 of 130 M parameters as published (Dao and Gu 2024), with batches of half a million tokens.
 
-    Hardware: one GPU. Not measured.
+    Hardware: one GPU.
+    Measured: 175k tokens/s, MFU 14.7 %, 187.0 ms per bare step of 16 x 2048 tokens (one H100 80GB, jax 0.11.2,
+    2026-11-28, commit cf2e0d89). The step compiles in 54 s.
     Command: python train.py --config=mamba2_130m --data.paths=PREFIX
     """
     return Config(

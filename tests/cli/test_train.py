@@ -40,7 +40,7 @@ def test_help_of_a_recipe_shows_every_option_as_it_is_typed_with_its_range(capsy
         "Dropout rate of the embeddings and of the outputs of attention and MLP. Must be at least 0 and below 1."
         in joined
     )
-    assert "(default: runs/gpt_tiny)" in joined and "(default: 90)" in joined
+    assert "(default: runs/gpt_tiny)" in joined and "(default: 80)" in joined
     # A docstring of two lines is one paragraph.
     assert "feed-forward width and vocabulary, and the sequence between layers (sequence" in joined
 
