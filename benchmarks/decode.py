@@ -123,25 +123,21 @@ def random_weights(model: Model, mesh: Mesh, *, four_bits: bool = False) -> dict
     def draw(path, abstract: jax.ShapeDtypeStruct, record: Parameter):
         array = initial.get(name_of(path))
         if record.axes[0] != "layers":
-            return _drawn(abstract.shape, abstract.dtype, mesh, record.axes, STD)(key) if array is None else array
+            return _drawn(abstract.shape, abstract.dtype, mesh, record, STD)(key) if array is None else array
         if array is not None:
             return PerLayer(tuple(array))
         std = last if record.role == "matrix" and record.axes[-1] == "embed" else STD
         of_layer = dataclasses.replace(record, axes=record.axes[1:])
-        in_4_bits = four_bits and record.is_quantizable
-        program = (
-            _drawn_levels(abstract.shape[1:], abstract.dtype, mesh, of_layer, std)
-            if in_4_bits
-            else _drawn(abstract.shape[1:], abstract.dtype, mesh, of_layer.axes, std)
-        )
+        drawn = _drawn_levels if four_bits and record.is_quantizable else _drawn
+        program = drawn(abstract.shape[1:], abstract.dtype, mesh, of_layer, std)
         return PerLayer(tuple(program(jax.random.fold_in(key, layer)) for layer in range(abstract.shape[0])))
 
     return jax.tree_util.tree_map_with_path(draw, model.abstract_weights, model.records)
 
 
 @functools.cache
-def _drawn(shape: tuple[int, ...], dtype: jnp.dtype, mesh: Mesh, axes: tuple[str, ...], std: float):
-    sharding = NamedSharding(mesh, weight_spec(axes))
+def _drawn(shape: tuple[int, ...], dtype: jnp.dtype, mesh: Mesh, record: Parameter, std: float):
+    sharding = NamedSharding(mesh, weight_spec(record.axes))
     return jax.jit(lambda key: std * jax.random.normal(key, shape, dtype), out_shardings=sharding)
 
 

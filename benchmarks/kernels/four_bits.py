@@ -1,6 +1,6 @@
 """Products with matrices in 4 bits on one Hopper GPU: python -m benchmarks.kernels.four_bits [--output=FILE]
 
-Prints microseconds of a product of few rows with our kernel (ops/four_bits.py), the sum of its parts included, and of
+Prints microseconds of a product with our kernel (ops/four_bits.py), the sum of its parts included, and of
 one with a matrix in bfloat16 as XLA compiles it, for the matrices of Llama-3 8B; GB/s are those of levels, scales and
 zeros, next to a copy on the device. Each product of a call has a matrix of its own, so that none is in the cache.
 """
@@ -16,7 +16,7 @@ from megajax.ops.four_bits import multiply
 from megajax.quantization.weights import QuantizedWeight
 
 SHAPES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
-ROWS = (8, 32)
+ROWS = (8, 32, 128, 512)
 GROUP = 128
 PER_CALL = 8
 

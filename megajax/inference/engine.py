@@ -23,7 +23,14 @@ from megajax.inference.config import ServingConfig
 from megajax.inference.device.batches import Batches, Shapes
 from megajax.inference.device.executor import Executor
 from megajax.inference.device.image_features import ImageFeatures
-from megajax.inference.device.memory import bytes_per_page, kept_sizes, longest_sequence, pool_sizes, visible_tokens
+from megajax.inference.device.memory import (
+    bytes_per_page,
+    check_programs,
+    kept_sizes,
+    longest_sequence,
+    pool_sizes,
+    visible_tokens,
+)
 from megajax.inference.device.programs import Drawn
 from megajax.inference.device.warm_up import Stage, staged
 from megajax.inference.device.weights import joined_layers, serving_weights
@@ -401,6 +408,8 @@ class Engine:
             first.compile()
         if found := sum(executor.stored.num_found for executor, _ in executors):
             logger.info("%d of them were compiled by an earlier start, whose log names their kernels", found)
+        for executor, _ in executors:
+            check_programs(self.mesh, executor.compiled.values(), self.serving.memory_fraction)
         seconds, *_ = [executor.run_once(params, self.batches, first.shapes) for executor, params in executors]
         limits = self.scheduler.limits
         self.scheduler.limits = limits._replace(step_seconds=seconds.steps, prefill_seconds=seconds.prefill)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from megajax.checkpoint.layout import recorded
 from megajax.config import Config
 from megajax.data.tokenizers.tokenizer import BytesTokenizer, NullTokenizer
 from megajax.evaluation.scorer import Scorer
-from megajax.inference.device.memory import HOST_POOL_BYTES, kept_sizes, pool_bytes, pool_sizes
+from megajax.inference.device.memory import HOST_POOL_BYTES, check_programs, kept_sizes, pool_bytes, pool_sizes
 from megajax.inference.draft import check_same_tokens
 from megajax.inference.engine import Engine, ServingConfig
 from megajax.inference.scheduling.work import Prefill, look_up
@@ -267,6 +268,19 @@ def test_rows_pages_and_kept_states_share_the_memory(make_test_mesh):
         pages[keeps] = sizes.num_pages
         assert 0.99 * HOST_POOL_BYTES < used <= HOST_POOL_BYTES
     assert pages[True] < pages[False]
+
+
+def test_programs_that_need_more_memory_than_is_left_are_refused():
+    stats = {"bytes_limit": 100 * 2**30, "bytes_in_use": 90 * 2**30}
+    mesh = SimpleNamespace(local_devices=[SimpleNamespace(memory_stats=lambda: stats)])
+
+    def program(gibibytes):
+        analysis = SimpleNamespace(temp_size_in_bytes=gibibytes * 2**30)
+        return SimpleNamespace(memory_analysis=lambda: analysis)
+
+    check_programs(mesh, [program(3), program(10)], 0.9)
+    with pytest.raises(ValueError, match="needs 14.0 GiB .* 10.0 GiB are left; use --memory_fraction=0.86, or fewer"):
+        check_programs(mesh, [program(14), program(3)], 0.9)
 
 
 def test_samples_of_a_request_share_its_pages_and_differ(engine_of):

@@ -1,6 +1,7 @@
 """How much memory an engine has for keys and values, and how many pages that is."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from jax.sharding import Mesh
 from megajax.inference.config import ServingConfig, SettledConfig
 from megajax.layers.attention.kv_cache import PoolSizes
 from megajax.models.model import Model
+from megajax.training.reporting.console import format_bytes
 
 DEFAULT_MAX_LENGTH = 8192  # tokens of a sequence, for models without a limit
 HOST_POOL_BYTES = 2**30  # of the pools of all devices, where devices do not say how much memory they have (CPU)
@@ -81,6 +83,24 @@ def visible_tokens(models: Sequence[Model], pools: Sequence[PoolSizes]) -> int |
     stacks = [model.config.paged_stacks(sizes, model.execution).values() for model, sizes in pairs]
     reaches = [layer.reach for of_model in stacks for stack in of_model for layer in stack]
     return None if None in reaches else max(reach for reach in reaches if reach is not None)
+
+
+def check_programs(mesh: Mesh, programs: Iterable[jax.stages.Compiled], memory_fraction: float) -> None:
+    """Raises ValueError if one needs more memory for what it computes than is left beside weights and pages. Devices
+    that do not say how much they have (CPU) are not checked."""
+    stats = mesh.local_devices[0].memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return
+    limit = stats["bytes_limit"]
+    left = limit - stats["bytes_in_use"]
+    analyses = [program.memory_analysis() for program in programs]
+    needed = max((analysis.temp_size_in_bytes for analysis in analyses if analysis is not None), default=0)
+    if needed > left:
+        fraction = math.floor(100 * (memory_fraction - (needed - left) / limit)) / 100
+        raise ValueError(
+            f"a program of the engine needs {format_bytes(needed)} beside weights and pages, and {format_bytes(left)} "
+            f"are left; use --memory_fraction={max(fraction, 0.01):g}, or fewer --max_rows or --max_batch_tokens"
+        )
 
 
 def _available_bytes(mesh: Mesh, memory_fraction: float) -> int:
