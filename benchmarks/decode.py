@@ -40,11 +40,12 @@ from jax.sharding import Mesh, NamedSharding
 import configs
 from benchmarks import profile, requests
 from benchmarks.command_line import run
-from megajax.fields.ranges import PositiveFloat, PositiveInt
+from megajax.fields.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 from megajax.inference.benchmark import GREEDY, measure
 from megajax.inference.config import Sampling, ServingConfig
 from megajax.inference.device.weights import shardings_of
 from megajax.inference.engine import Engine
+from megajax.layers.lora import AdapterChoice, NamedAdapter
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.mesh.devices import find_device
 from megajax.mesh.processes import use_compilation_cache
@@ -59,6 +60,7 @@ PROMPT_TOKENS = 1024
 NEW_TOKENS = 256
 STD = 0.02  # of random weights; of those that add to the residual stream 1 / sqrt(2 layers) of it, as when training
 PROFILED_TOKENS = 16
+RANK = 16  # of adapters
 GROUP = 128  # inputs that share a scale in 4 bits
 STD_OF_LEVELS = 21.25**0.5  # of -8 to 7, equally likely
 
@@ -85,6 +87,8 @@ class Options:
     """Batch of the profile; the profiler runs the kernels of a CUDA graph one by one."""
     four_bits: bool = False
     """Matrices in 4 bits with a scale for 128 inputs, as symmetric GPTQ folders have them."""
+    adapters: NonNegativeInt = 0
+    """Adapters of rank 16 that a request could choose; each costs the same time whether it is chosen or not."""
     serving: ServingConfig = ServingConfig()
 
 
@@ -94,7 +98,9 @@ def make_engine(config, options: Options) -> tuple[Engine, dict]:
     mesh_config = config.mesh.resolve(len(devices)) if -1 in config.mesh.sizes().values() else config.mesh
     mesh = make_mesh(mesh_config, devices[: mesh_config.num_devices])
     precision = dataclasses.replace(config.precision, params=config.precision.compute)
-    model = Model(config.model, precision, config.execution)
+    named = tuple(NamedAdapter(f"adapter{number}", RANK, 1.0) for number in range(options.adapters))
+    adapters = (AdapterChoice(("*",), named),) if named else ()
+    model = Model(config.model, precision, config.execution, adapters=adapters)
     start = time.perf_counter()
     weights = jax.block_until_ready(random_weights(model, mesh, four_bits=options.four_bits))
     made = time.perf_counter()
