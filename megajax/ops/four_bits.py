@@ -3,7 +3,6 @@
 and meshes, other groups than of 128 inputs and more rows have a copy of the matrix in their dtype.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -25,7 +24,7 @@ def matmul(x: jax.Array, weight: QuantizedWeight, num_contracted: int, outputs: 
     if outputs is None or not splits_alone():
         return _matmul(x, weight, num_contracted)
     of_groups = P(None, *outputs)
-    specs = parts_of(weight, P(*outputs, *(None,) * num_contracted), of_groups)
+    specs = weight.specs(P(*outputs, *(None,) * num_contracted), of_groups)
     out_spec = P(*(None,) * (x.ndim - num_contracted), *outputs)
     # check_vma: it does not know kernels.
     return manual(lambda x, w: _matmul(x, w, num_contracted), (P(), specs), out_spec, check_vma=False)(x, weight)
@@ -35,14 +34,6 @@ def splits_alone() -> bool:
     """Whether AXIS is the only axis that splits here."""
     sizes = free_axes()
     return sizes.get(AXIS, 1) > 1 and math.prod(sizes.values()) == sizes[AXIS]
-
-
-def parts_of(weight: QuantizedWeight, values: P, of_groups: P) -> Any:
-    """The PartitionSpecs of its arrays."""
-    zero = None if weight.zero is None else of_groups
-    input_scale = None if weight.input_scale is None else P()
-    specs: dict[str, Any] = dict(values=values, scale=of_groups, input_scale=input_scale, zero=zero)
-    return dataclasses.replace(weight, **specs)
 
 
 def _matmul(x: jax.Array, weight: QuantizedWeight, num_contracted: int) -> jax.Array:

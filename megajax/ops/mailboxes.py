@@ -101,7 +101,8 @@ def summed_over_parts(
 def summed_matmul(x: jax.Array, w: Weight, num_contracted: int, axes: Sequence[str]) -> jax.Array:
     """matmul (ops/matmul.py) by a weight with these logical axes."""
     is_split = any(AXIS in WEIGHT_AXES[axis] for axis in axes[:num_contracted])
-    has_parts = mailbox_addresses() is not None or _is_in_4_bits(w) and four_bits.splits_alone()
+    is_in_4_bits = isinstance(w, QuantizedWeight) and w.is_in_4_bits
+    has_parts = mailbox_addresses() is not None or is_in_4_bits and four_bits.splits_alone()
     spec = _spec(w, num_contracted, axes) if is_split and has_parts else None
     if spec is None:
         return matmul(x, w, num_contracted, weight_spec(axes[num_contracted:]))
@@ -125,11 +126,7 @@ def _spec(w: Weight, num_contracted: int, axes: Sequence[str]) -> Any:
         return None
     # Where inputs are rounded by row, a part of a row has a scale of its own, which is finer than one of the whole row.
     groups = AXIS if w.is_in_4_bits else None  # of inputs that AXIS splits
-    return four_bits.parts_of(w, P(*outputs, *inputs), P(groups, *outputs))
-
-
-def _is_in_4_bits(w: Weight) -> bool:
-    return isinstance(w, QuantizedWeight) and w.is_in_4_bits
+    return w.specs(P(*outputs, *inputs), P(groups, *outputs))
 
 
 def gathered(x: jax.Array) -> jax.Array:

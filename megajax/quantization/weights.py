@@ -13,11 +13,12 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from types import EllipsisType
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from megajax.quantization.formats import scale_of, to_levels
 
@@ -84,6 +85,13 @@ class QuantizedWeight:
     def size(self) -> int:
         """Weights of the matrix."""
         return self.values.size * (2 if self.is_in_4_bits else 1)
+
+    def specs(self, values: P, of_groups: P) -> Any:
+        """The PartitionSpecs of its arrays, given those of the values and of what each group of inputs has."""
+        zero = None if self.zero is None else of_groups
+        input_scale = None if self.input_scale is None else P()
+        specs: dict[str, Any] = dict(values=values, scale=of_groups, input_scale=input_scale, zero=zero)
+        return dataclasses.replace(self, **specs)
 
     def rounds_inputs(self, num_rows: int) -> bool:
         """Whether the inputs of a product of this many rows are rounded to the format of the matrix."""
