@@ -40,6 +40,7 @@ from jax.sharding import Mesh, NamedSharding
 import configs
 from benchmarks import profile, requests
 from benchmarks.command_line import run
+from benchmarks.kernels.four_bits import GROUP
 from megajax.fields.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 from megajax.inference.benchmark import GREEDY, measure
 from megajax.inference.config import Sampling, ServingConfig
@@ -61,7 +62,6 @@ NEW_TOKENS = 256
 STD = 0.02  # of random weights; of those that add to the residual stream 1 / sqrt(2 layers) of it, as when training
 PROFILED_TOKENS = 16
 RANK = 16  # of adapters
-GROUP = 128  # inputs that share a scale in 4 bits
 STD_OF_LEVELS = 21.25**0.5  # of -8 to 7, equally likely
 
 
@@ -86,7 +86,7 @@ class Options:
     profile: PositiveInt = 32
     """Batch of the profile; the profiler runs the kernels of a CUDA graph one by one."""
     four_bits: bool = False
-    """Matrices in 4 bits with a scale for 128 inputs, as symmetric GPTQ folders have them."""
+    """Matrices in 4 bits with a scale for each 128 inputs, as symmetric GPTQ folders have them."""
     adapters: NonNegativeInt = 0
     """Adapters of rank 16 that a request could choose; each costs the same time whether it is chosen or not."""
     serving: ServingConfig = ServingConfig()

@@ -409,7 +409,7 @@ class Engine:
         if found := sum(executor.stored.num_found for executor, _ in executors):
             logger.info("%d of them were compiled by an earlier start, whose log names their kernels", found)
         for executor, _ in executors:
-            check_programs(self.mesh, executor.compiled.values(), self.serving.memory_fraction)
+            check_programs(self.mesh, executor.compiled.values(), self.serving)
         seconds, *_ = [executor.run_once(params, self.batches, first.shapes) for executor, params in executors]
         limits = self.scheduler.limits
         self.scheduler.limits = limits._replace(step_seconds=seconds.steps, prefill_seconds=seconds.prefill)

@@ -155,7 +155,7 @@ class QuantizedWeight:
         scales are applied, if x has this dtype.
 
         In 4 bits a product has a copy of the matrix in x's dtype: Triton's products include nothing that depends on the
-        scales. ops/four_bits.py multiplies few rows without one.
+        scales. ops/four_bits.py multiplies up to 512 rows without one.
         """
         assert num_inputs == self.values.ndim - self.num_outputs, (num_inputs, self.values.shape, self.scale.shape)
         contracted = tuple(range(x.ndim - num_inputs, x.ndim))

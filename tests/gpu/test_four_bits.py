@@ -14,7 +14,7 @@ HEADS, SIZE, GROUPS, OUTPUTS = 16, 64, 8, 512
 
 
 @pytest.mark.parametrize("has_zero", [False, True])
-@pytest.mark.parametrize("rows", [1, 2, 33, 100, 512, 513])
+@pytest.mark.parametrize("rows", [1, 2, 32, 33, 100, 512, 513])
 def test_products_match_the_formula(rows, has_zero):
     rng = np.random.default_rng(rows)
     levels = rng.integers(-8, 8, (OUTPUTS, HEADS * SIZE))

@@ -278,9 +278,12 @@ def test_programs_that_need_more_memory_than_is_left_are_refused():
         analysis = SimpleNamespace(temp_size_in_bytes=gibibytes * 2**30)
         return SimpleNamespace(memory_analysis=lambda: analysis)
 
-    check_programs(mesh, [program(3), program(10)], 0.9)
+    serving = ServingConfig(memory_fraction=0.9)
+    check_programs(mesh, [program(3), program(10)], serving)
     with pytest.raises(ValueError, match="needs 14.0 GiB .* 10.0 GiB are left; use --memory_fraction=0.86, or fewer"):
-        check_programs(mesh, [program(14), program(3)], 0.9)
+        check_programs(mesh, [program(14), program(3)], serving)
+    with pytest.raises(ValueError, match="use fewer --num_pages, or fewer --max_rows"):
+        check_programs(mesh, [program(14)], dataclasses.replace(serving, num_pages=100))
 
 
 def test_samples_of_a_request_share_its_pages_and_differ(engine_of):

@@ -85,7 +85,7 @@ def visible_tokens(models: Sequence[Model], pools: Sequence[PoolSizes]) -> int |
     return None if None in reaches else max(reach for reach in reaches if reach is not None)
 
 
-def check_programs(mesh: Mesh, programs: Iterable[jax.stages.Compiled], memory_fraction: float) -> None:
+def check_programs(mesh: Mesh, programs: Iterable[jax.stages.Compiled], serving: ServingConfig) -> None:
     """Raises ValueError if one needs more memory for what it computes than is left beside weights and pages. Devices
     that do not say how much they have (CPU) are not checked."""
     stats = mesh.local_devices[0].memory_stats() or {}
@@ -96,10 +96,11 @@ def check_programs(mesh: Mesh, programs: Iterable[jax.stages.Compiled], memory_f
     analyses = [program.memory_analysis() for program in programs]
     needed = max((analysis.temp_size_in_bytes for analysis in analyses if analysis is not None), default=0)
     if needed > left:
-        fraction = math.floor(100 * (memory_fraction - (needed - left) / limit)) / 100
+        fraction = math.floor(100 * (serving.memory_fraction - (needed - left) / limit)) / 100
+        fewer = f"--memory_fraction={max(fraction, 0.01):g}" if serving.num_pages is None else "fewer --num_pages"
         raise ValueError(
             f"a program of the engine needs {format_bytes(needed)} beside weights and pages, and {format_bytes(left)} "
-            f"are left; use --memory_fraction={max(fraction, 0.01):g}, or fewer --max_rows or --max_batch_tokens"
+            f"are left; use {fewer}, or fewer --max_rows or --max_batch_tokens"
         )
 
 
