@@ -20,7 +20,15 @@ from megajax.weights.hugging_face.mapping import family_for
 
 PROMPT_TOKENS = 1024
 MAX_LENGTH = 8192
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+GPTQ = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 128,
+    "sym": True,
+    "desc_act": False,
+    # Parts of names. vLLM would otherwise look for matrices in 4 bits in the folder, which has none.
+    "modules_in_block_to_quantize": ["self_attn", "mlp"],
+}
 # One process, so that it takes steps when it is asked to; no kernels that are compiled when they are first used.
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

@@ -33,6 +33,12 @@ class Output(NamedTuple):
     stop_reason: str | int | None
     """The stop text, or the token that ended the text."""
 
+    def joined(self, later: "Output") -> "Output":
+        """later: what follows."""
+        logprobs = None if self.logprobs is None else [*self.logprobs, *(later.logprobs or [])]
+        tokens = [*self.tokens, *later.tokens]
+        return later._replace(tokens=tokens, text=self.text + later.text, logprobs=logprobs)
+
 
 @dataclasses.dataclass(frozen=True)
 class Stats:

@@ -190,7 +190,8 @@ class ServerTarget:
     def __init__(self, url: str, api_key: str | None = None):
         self.url = url
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        limits = httpx2.Limits(max_connections=None)
+        # Idle connections are closed before any server closes them, perhaps while a request is on its way.
+        limits = httpx2.Limits(max_connections=None, keepalive_expiry=1.0)
         self._client = httpx2.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=None)
         self.model: str | None = None
 
@@ -216,14 +217,21 @@ class ServerTarget:
             if answer.is_error:
                 await answer.aread()
                 _checked(answer)
-            async for line in answer.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                event = json.loads(line.removeprefix("data: "))
+            async for event in _events(answer):
                 if "error" in event:
                     raise ValueError(event["error"]["message"])
                 if count := sum(len(choice["token_ids"]) for choice in event["choices"]):
                     yield count
+
+
+async def _events(answer: httpx2.Response) -> AsyncIterator[dict]:
+    """Server-sent events. Their lines end with newlines only, and what JSON may contain, such as U+0085, ends none."""
+    rest = b""
+    async for chunk in answer.aiter_bytes():
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: {"):
+                yield json.loads(line.removeprefix(b"data: "))
 
 
 def _checked(answer: httpx2.Response) -> dict:

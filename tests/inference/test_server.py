@@ -24,6 +24,9 @@ import numpy as np
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
 
 from megajax.checkpoint.piecewise import PiecewiseArray, StoredParameter
 from megajax.cli import serving as command
@@ -34,16 +37,17 @@ from megajax.evaluation.scorer import Scorer
 from megajax.figures.drawings import save, traffic
 from megajax.inference.device.warm_up import Stage
 from megajax.inference.engine import Engine
-from megajax.inference.server import app
+from megajax.inference.server import app, engine_thread
 from megajax.inference.server.answers import TokenTexts
 from megajax.inference.server.app import ServerConfig
+from megajax.inference.server.connections import HEADER_SECONDS, uvicorn_config
 from megajax.inference.server.engine_thread import Overloaded
 from megajax.inference.server.replicas import engines_from_run
 from megajax.inference.tokens.sampling import Sampling, recommended_sampling
 from megajax.inference.traffic import Load, ServerTarget, Workload, measure, table
 from megajax.mesh.config import MeshConfig
 from megajax.parameters import name_of
-from servers import MODEL, SERVING, FakeEngine, engine_on, random_params, serving, serving_fake, wait_until
+from servers import MODEL, SERVING, FakeEngine, engine_on, random_params, running, serving, serving_fake, wait_until
 
 PROMPTS = ["Once upon a time", "x", "The answer to everything is ", "äöü", "one two three four five six seven eight "]
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
@@ -382,6 +386,31 @@ def test_other_parameters_are_loaded_without_a_restart(url, engine, offline, mon
     assert texts() == before  # also what was in the prefix cache
 
 
+def test_tokens_of_many_streams_are_sent_together(url, monkeypatch):
+    """Joined events say the same as the whole answer; the first token of a sample is not held back."""
+    body = {"prompt": [PROMPTS[0], PROMPTS[2]], "max_tokens": 24, "ignore_eos": True, "temperature": 0}
+    body |= {"logprobs": 2, "return_token_ids": True}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with httpx2.Client(base_url=url, headers=headers, timeout=60) as client:
+        whole = client.post("/v1/completions", json=body).json()["choices"]
+        monkeypatch.setattr(engine_thread, "EVENTS_PER_SECOND", 0.1)
+        with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as stream:
+            lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line.startswith("data: {")]
+    pieces = collections.defaultdict(list)
+    for line in lines:
+        (choice,) = json.loads(line)["choices"]
+        pieces[choice["index"]].append(choice)
+    for choice in whole:
+        parts = pieces[choice["index"]]
+        assert 1 < len(parts) < len(choice["token_ids"]) // 2
+        assert len(parts[0]["token_ids"]) < len(parts[-1]["token_ids"])
+        assert parts[-1]["finish_reason"] == choice["finish_reason"]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        assert [token for part in parts for token in part["token_ids"]] == choice["token_ids"]
+        for name, expected in choice["logprobs"].items():
+            assert [value for part in parts for value in part["logprobs"][name]] == expected
+
+
 # ----------------------------------------------------------------------------- load
 
 
@@ -427,6 +456,31 @@ def test_latency_and_throughput_are_measured_over_http_and_without(url, tmp_path
     assert (result.num_finished, result.num_refused, result.num_generated) == (2, 2, 8)
     assert 0.1 <= result.first_token["p50"] < 0.15 <= result.whole["p50"] <= result.seconds
     assert 0.05 / 3 <= result.between_tokens["p50"] < 0.1 / 3
+
+
+def test_other_servers_are_measured_too():
+    """Their JSON may contain what Unicode takes for the end of a line, and arrive in any pieces."""
+    event = {"choices": [{"text": "a\u0085b\u2028", "token_ids": [1, 2]}]}
+    content = f"data: {json.dumps(event, ensure_ascii=False)}\r\n\r\ndata: [DONE]\n\n".encode()
+
+    async def models(request):
+        return JSONResponse({"data": [{"id": "other"}]})
+
+    async def completions(request):
+        async def pieces():
+            for start in range(0, len(content), 7):
+                yield content[start : start + 7]
+
+        return StreamingResponse(pieces(), media_type="text/event-stream")
+
+    routes = [Route("/v1/models", models), Route("/v1/completions", completions, methods=["POST"])]
+    with running(Starlette(routes=routes), ServerConfig()) as url:
+        (result,) = command.bench_server(url, None, [Load(concurrency=2)], Workload(num_requests=4))
+    assert (result.num_finished, result.num_generated) == (4, 8)
+
+
+def test_clients_close_idle_connections_before_the_server_does():
+    assert httpx2.Limits().keepalive_expiry < uvicorn_config(Starlette(), 1.0).timeout_keep_alive < HEADER_SECONDS
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
@@ -870,5 +924,6 @@ def test_a_stop_finishes_what_runs():
             stream = stack.enter_context(client.stream("POST", "/v1/completions", json=body))
             threading.Timer(0.3, fake.permissions.release, [3]).start()
         # the server has been stopped, which the engine's steps came after
-        assert stream.read().decode().count('"text": "x"') == 3
+        events = [json.loads(line.removeprefix("data: ")) for line in stream.iter_lines() if line.startswith("data: {")]
+        assert "".join(event["choices"][0]["text"] for event in events) == "xxx"
     assert not fake.running

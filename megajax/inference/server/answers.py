@@ -255,8 +255,12 @@ class ChatAnswer(Answer):
         }
 
 
+_to_json = json.JSONEncoder(ensure_ascii=False).encode
+# Made once: json.dumps would make an encoder for each event.
+
+
 def as_event(fields: dict) -> str:
-    return f"data: {json.dumps(fields, ensure_ascii=False)}\n\n"
+    return f"data: {_to_json(fields)}\n\n"
 
 
 def finite(logprob: float) -> float:

@@ -16,6 +16,9 @@ logger = logging.getLogger("megajax")
 
 HEADER_SECONDS = 10.0
 """For the header of a request, and for the rest of a body that was refused."""
+KEEP_ALIVE_SECONDS = 8
+"""Between two requests. Clients should close first, or a request meets a connection that is just being closed: httpx,
+and OpenAI's client with it, closes after 5 s."""
 BODY_SECONDS = 30.0
 SEND_SECONDS = 30.0
 """A client reads nothing for longer."""
@@ -37,6 +40,7 @@ def uvicorn_config(app: ASGIApp, request_timeout_seconds: float, **options) -> u
         lifespan="on",
         log_config=None,
         access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=math.ceil(request_timeout_seconds) + STOP_SECONDS,
         **options,
     )
