@@ -66,7 +66,7 @@ def _gated_delta(q, k, v, log_decay, beta, starts, state, *, chunk, pieces):
     dtype = wide(v)
     length = T // len(pieces)
     split = functools.partial(chunks, num_pieces=len(pieces), chunk=min(chunk, length))
-    dot = functools.partial(jnp.einsum, precision=dot_precision(v.dtype), preferred_element_type=dtype)
+    dot = _dot(v)
 
     def of_heads(array_BTGN):
         return split(jnp.repeat(array_BTGN.astype(v.dtype), H // array_BTGN.shape[2], 2))
@@ -80,55 +80,44 @@ def _gated_delta(q, k, v, log_decay, beta, starts, state, *, chunk, pieces):
     between_JIBHQT = decays(logs_JIBHQ[..., :, None] - logs_JIBHQ[..., None, :], seen_JIBQ)
     to_end_JIBHQ, from_start_JIBHQ = decays_to_the_ends(logs_JIBHQ, seen_JIBQ)
 
-    products_JIBHQT = dot("...nq,...nt->...qt", k_JIBHNQ, k_JIBHNQ)
-    inverse_JIBHQT = inverse(products_JIBHQT * between_JIBHQT * beta_JIBHQ[..., None])
-    read_JIBHNQ = k_JIBHNQ.astype(dtype) * from_start_JIBHQ[..., None, :]
-    right = jnp.concatenate([v_JIBHPQ, read_JIBHNQ], -2) * beta_JIBHQ[..., None, :]
-    solved = jnp.einsum("...pt,...qt->...pq", right, inverse_JIBHQT, precision=lax.Precision.HIGHEST)
-    u_JIBHPQ, w_JIBHNQ = jnp.split(solved, [P], -2)
+    system_JIBHQT = scores(k_JIBHNQ, k_JIBHNQ) * between_JIBHQT * beta_JIBHQ[..., None]
+    read_JIBHNQ = k_JIBHNQ.astype(dtype) * (from_start_JIBHQ * beta_JIBHQ)[..., None, :]
+    rights = (v_JIBHPQ * beta_JIBHQ[..., None, :], -read_JIBHNQ)
+    u_JIBHPQ, minus_w_JIBHNQ = solved(system_JIBHQT, tuple(right.astype(v.dtype) for right in rights))
 
     start = None if state is None else state.astype(dtype)
-    of_chunks = (u_JIBHPQ, w_JIBHNQ.astype(v.dtype), k_JIBHNQ, to_end_JIBHQ, from_start_JIBHQ[..., -1])
-    before_JIBHPN, written_JIBHPQ, last_BHPN = _states_between(of_chunks, start, pieces, dot)
-    mixing_JIBHQT = (dot("...nq,...nt->...qt", q_JIBHNQ, k_JIBHNQ) * between_JIBHQT).astype(v.dtype)
-    y_JIBHPQ = dot("...pt,...qt->...pq", written_JIBHPQ, mixing_JIBHQT)
-    y_JIBHPQ += dot("...pn,...nq->...pq", before_JIBHPN, q_JIBHNQ) * from_start_JIBHQ[..., None, :]
+    written_with_JIBHNQ = (k_JIBHNQ.astype(dtype) * to_end_JIBHQ[..., None, :]).astype(v.dtype)
+    of_chunks = (u_JIBHPQ, minus_w_JIBHNQ, written_with_JIBHNQ, from_start_JIBHQ[..., -1])
+    written_JIBHPQ, before_JIBHPN, last_BHPN = _states_between(of_chunks, start, pieces)
+    mixing_JIBHQT = (scores(q_JIBHNQ, k_JIBHNQ) * between_JIBHQT).astype(v.dtype)
+    y_JIBHPQ = dot("...pt,...qt->...pq", written_JIBHPQ, mixing_JIBHQT).astype(dtype)
+    past_JIBHPQ = dot("...pn,...nq->...pq", before_JIBHPN, q_JIBHNQ).astype(dtype)
+    y_JIBHPQ += past_JIBHPQ * from_start_JIBHQ[..., None, :]
     y = jnp.moveaxis(y_JIBHPQ.astype(v.dtype), (2, 1, 0, -1), (0, 1, 2, 3)).reshape(B, len(pieces), -1, H, P)
     return y[:, :, :length].reshape(v.shape), last_BHPN
 
 
-def _states_between(of_chunks, start, pieces, dot):
-    """-> (the state before each chunk [J, I, B, H, P, N], v' [J, I, B, H, P, Q], both in k's dtype; the state after the
-    last chunk, float32).
+def _states_between(of_chunks, start, pieces):
+    """-> (v' [J, I, B, H, P, Q] and the state before each chunk [J, I, B, H, P, N], both in k's dtype; the state after
+    the last chunk, float32).
 
-    of_chunks: u, w, k, the decays from each token to the end of its chunk, the decays over whole chunks.
+    of_chunks: u, -w, k times the decays to the end of its chunk, the decays over whole chunks.
     Pieces of one sequence on several devices: a first scan over the chunks of each piece gives its final state from
     zeros, and the matrix [N, N] that it applies to the state before it, which is what becomes of the identity as a
     state, without values. Both are gathered, two or one per device, and give the state before each piece.
     """
-
-    def step(state, of_chunk):
-        u, w, k, to_end, decay = of_chunk
-        before = state.astype(k.dtype)
-        written = u - dot("...pn,...nq->...pq", before, w)
-        added = dot("...pt,...nt->...pn", (written * to_end[..., None, :]).astype(k.dtype), k)
-        return state * decay[..., None, None] + added, (before, written.astype(k.dtype))
-
-    u, w, *others = of_chunks
+    u, minus_w, *others = of_chunks
+    dtype = wide(u)
     P = u.shape[-2]
-    N = w.shape[-2]
-    zeros = compat.vary(jnp.zeros((*u.shape[1:-1], N), u.dtype), compat.varying_axes(u))
+    N = minus_w.shape[-2]
+    zeros = compat.vary(jnp.zeros((*u.shape[1:-1], N), dtype), compat.varying_axes(u))
     if len(pieces) == 1:
-        last, (before, written) = lax.scan(step, zeros if start is None else start[None], of_chunks)
-        return before, written, last[0]
+        written, before, last = recurrence(*of_chunks, zeros if start is None else start[None])
+        return written, before, last[0]
 
-    identity = jnp.broadcast_to(jnp.eye(N, dtype=u.dtype), (*zeros.shape[:-2], N, N))
+    identity = jnp.broadcast_to(jnp.eye(N, dtype=dtype), (*zeros.shape[:-2], N, N))
     without_values = jnp.pad(u, [(0, 0)] * (u.ndim - 2) + [(0, N), (0, 0)])
-
-    def both(states, of_chunk):
-        return step(states, of_chunk)[0], None
-
-    ends, _ = lax.scan(both, jnp.concatenate([zeros, identity], -2), (without_values, w, *others))
+    *_, ends = recurrence(without_values, minus_w, *others, jnp.concatenate([zeros, identity], -2))
     ends, transitions = jnp.split(ends, [P], -2)
 
     def left(state, transition):
@@ -137,11 +126,113 @@ def _states_between(of_chunks, start, pieces, dot):
     # As groups of one head.
     start = None if start is None else start[:, :, None]
     firsts, last = states_of_pieces(ends[:, :, :, None], transitions[:, :, :, None], start, pieces, left)
-    _, (before, written) = lax.scan(step, firsts[:, :, :, 0], of_chunks)
-    return before, written, last[:, :, 0]
+    written, before, _ = recurrence(*of_chunks, firsts[:, :, :, 0])
+    return written, before, last[:, :, 0]
 
 
 @jax.custom_vjp
+def recurrence(
+    x_JPQ: jax.Array, first_JNQ: jax.Array, second_JNQ: jax.Array, decay_J: jax.Array, start_PN: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """written = x + S first, then S' = decay S + written second^T, for each of J chunks -> (written [J, ..., P, Q] and
+    S before each chunk [J, ..., P, N], both in first's dtype, the last S).
+
+    x, first, second: [J, ..., P or N, Q] in one dtype. decay [J, ...], start [..., P, N]: float32 (float64). The
+    gradient is the same recurrence from the last chunk to the first, with first and second exchanged.
+    """
+    return _recurrence(x_JPQ, first_JNQ, second_JNQ, decay_J, None, start_PN)
+
+
+def _recurrence(x, first, second, decay, added, start, *, reverse=False):
+    """added: [J, ..., P, N], added to S' of each chunk, or None."""
+    dot = functools.partial(_dot(first), preferred_element_type=decay.dtype)
+
+    def step(state, of_chunk):
+        x, first, second, decay, added = of_chunk
+        before = state.astype(first.dtype)
+        written = (x.astype(decay.dtype) + dot("...pn,...nq->...pq", before, first)).astype(first.dtype)
+        state = state * decay[..., None, None] + dot("...pq,...nq->...pn", written, second)
+        if added is not None:
+            state += added.astype(decay.dtype)
+        return state, (written, before)
+
+    last, (written, before) = lax.scan(step, start, (x, first, second, decay, added), reverse=reverse)
+    return written, before, last
+
+
+def _recurrence_forward(x, first, second, decay, start):
+    written, before, last = _recurrence(x, first, second, decay, None, start)
+    return (written, before, last), (first, second, decay, written, before)
+
+
+def _recurrence_backward(saved, gradients):
+    first, second, decay, written, before = saved
+    d_written, d_before, d_last = gradients
+    d_x, d_after, d_start = _recurrence(d_written, second, first, decay, d_before, d_last, reverse=True)
+    dot = _dot(first)
+    d_first = dot("...pn,...pq->...nq", before, d_x)
+    d_second = dot("...pn,...pq->...nq", d_after, written)
+    d_decay = jnp.sum(before.astype(decay.dtype) * d_after.astype(decay.dtype), (-2, -1))
+    return d_x, d_first, d_second, d_decay, d_start
+
+
+recurrence.defvjp(_recurrence_forward, _recurrence_backward)
+
+
+@jax.custom_vjp
+def solved(system_QT: jax.Array, rights: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """The x [..., M, Q] of x + x L^T = right for each right [..., M, Q], in its dtype.
+
+    system: [..., Q, Q], of which L is what is below the diagonal, float32 (float64); its inverse is as precise, and
+    rounded to the dtype of the rights for the products.
+    """
+    return _solved(system_QT, rights)[0]
+
+
+def _solved(system, rights):
+    inverted = inverse(system).astype(rights[0].dtype)
+    dot = _dot(inverted)
+    found = tuple(dot("...mt,...qt->...mq", right, inverted) for right in rights)
+    return found, (inverted, found)
+
+
+def _solved_backward(saved, gradients):
+    inverted, found = saved
+    dot = _dot(inverted)
+    d_rights = tuple(dot("...mq,...qt->...mt", each, inverted) for each in gradients)
+    d_systems = [scores(*pair) for pair in zip(d_rights, found, strict=True)]
+    return -jnp.tril(sum(d_systems), -1), d_rights
+
+
+solved.defvjp(_solved, _solved_backward)
+
+
+@jax.custom_vjp
+def scores(a_NQ: jax.Array, b_NT: jax.Array) -> jax.Array:
+    """[..., N, Q], [..., N, T] -> the products of their columns [..., Q, T], float32 (float64). Their gradient is
+    rounded to the dtype of the arguments for the products with these."""
+    return _dot(a_NQ)("...nq,...nt->...qt", a_NQ, b_NT, preferred_element_type=wide(a_NQ))
+
+
+def _scores_forward(a, b):
+    return scores(a, b), (a, b)
+
+
+def _scores_backward(saved, gradient):
+    a, b = saved
+    dot = _dot(a)
+    gradient = gradient.astype(a.dtype)
+    return dot("...nt,...qt->...nq", b, gradient), dot("...nq,...qt->...nt", a, gradient)
+
+
+scores.defvjp(_scores_forward, _scores_backward)
+
+
+def _dot(array: jax.Array):
+    """einsum of arrays of this one's dtype."""
+    return functools.partial(jnp.einsum, precision=dot_precision(array.dtype))
+
+
 def inverse(system: jax.Array) -> jax.Array:
     """The inverse of unit lower triangular matrices [..., Q, Q]; only what is below the diagonal is read.
 
@@ -164,19 +255,6 @@ def inverse(system: jax.Array) -> jax.Array:
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
-
-
-def _inverse_forward(system):
-    result = inverse(system)
-    return result, result
-
-
-def _inverse_backward(result, d_result):
-    transposed = result.swapaxes(-1, -2)
-    return (-jnp.tril(_product(_product(transposed, d_result), transposed), -1),)
-
-
-inverse.defvjp(_inverse_forward, _inverse_backward)
 
 
 def key_of(k: jax.Array) -> jax.Array:

@@ -55,7 +55,7 @@ def with_gradients(function, arrays: dict, starts):
 
     def loss(arrays):
         results = function(**arrays, starts=starts)
-        return sum(jnp.sum(jnp.sin(result)) for result in results), results
+        return sum(jnp.sum(jnp.sin(result.astype(results[1].dtype))) for result in results), results
 
     (_, results), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(arrays)
     return {"y": results[0], "last": results[1]} | gradients
@@ -95,6 +95,17 @@ def test_a_step_is_one_token_of_the_sequence_and_bfloat16_is_close():
         y_t, state = step(*(array[:, t] for array in arrays.values()), state)
         np.testing.assert_allclose(y_t, y[:, t], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(state, last, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_in_bfloat16_are_close():
+    arrays = arguments(2, jnp.float32)
+    rounded = {name: a.astype(jnp.bfloat16) if name in "qkv" else a for name, a in arrays.items()}
+    arrays = {name: a.astype(jnp.float32) for name, a in rounded.items()}
+    run = functools.partial(chunked, chunk=8)
+    wanted = with_gradients(run, arrays, STARTS)
+    for name, array in with_gradients(run, rounded, STARTS).items():
+        error = np.linalg.norm(array.astype(jnp.float32) - wanted[name])
+        assert error < 3 * 2**-8 * np.linalg.norm(wanted[name]), name
 
 
 def test_repeated_keys_stay_accurate():
