@@ -255,8 +255,8 @@ class ChatAnswer(Answer):
         }
 
 
+# json.dumps would make an encoder for each event.
 _to_json = json.JSONEncoder(ensure_ascii=False).encode
-# Made once: json.dumps would make an encoder for each event.
 
 
 def as_event(fields: dict) -> str:

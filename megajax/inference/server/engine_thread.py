@@ -22,7 +22,7 @@ from megajax.inference.tokens.sampling import Sampling
 logger = logging.getLogger("megajax")
 
 EVENTS_PER_SECOND = 5000
-"""Of all streams together: an event costs 30 to 60 us of Python, during which the engine's thread cannot run. With more
+"""Of all streams together: an event costs 30 to 60 us of Python, during which no engine's thread can run. With more
 than a hundred streams, two or three tokens are sent together."""
 FEW_SAMPLES = 16
 """A request with at most this many samples may take all free places."""
@@ -158,9 +158,10 @@ class EngineThread:
         max_requests: int,
         observer: Observer | None = None,
         on_failure: Callable[[], None] | None = None,
+        share: float = 1.0,
     ):
         """max_requests: most samples that wait or run; a generation with which there would be more is refused.
-        on_failure: called on the event loop if the engine raises an error."""
+        on_failure: called on the event loop if the engine raises an error. share: of EVENTS_PER_SECOND."""
         self.engine = engine
         self.stats: Stats = engine.stats()
         """As of the latest step."""
@@ -176,6 +177,7 @@ class EngineThread:
         self._is_stopping = False  # of the thread
         self._has_ended = threading.Event()
         self._is_started = asyncio.Event()  # the engine is ready, or has failed
+        self._share = share
         self._next_wake = 0.0  # no generation wakes before, on the clock of the event loop
         self._waking: asyncio.TimerHandle | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -286,7 +288,7 @@ class EngineThread:
 
     def _wake(self) -> None:
         self._waking = None
-        self._next_wake = self._loop.time() + self.num_open / EVENTS_PER_SECOND
+        self._next_wake = self._loop.time() + self.num_open / (EVENTS_PER_SECOND * self._share)
         for generation in self._open:
             generation.wake()
 
