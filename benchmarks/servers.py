@@ -95,19 +95,31 @@ def serving(command: list[str], url: str) -> Iterator[float]:
             process.terminate()
 
 
+def measured(command: list[str], url: str, scale: float, sizes: dict[str, int]) -> Iterator[dict]:
+    """sizes: of the prompts and of what is generated."""
+    with serving(command, url) as ready_seconds:
+        yield {"ready_seconds": ready_seconds}
+        for number in range(ROUNDS):
+            for load, count in LOADS:
+                workload = Workload(num_requests=max(round(scale * count), 1), **sizes)
+                (result,) = bench_server(url, None, [load], workload)
+                yield {"round": number + 1} | result.record()
+
+
 def main(arguments: list[str]) -> None:
     known = {"config": "", "servers": "megajax,vllm", "folder": "", "output": "", "scale": "1"}
     sizes = {"prompt_tokens": "512", "max_tokens": "256"}
     values, overrides = split(arguments, known | sizes)
     config = read_config(values["config"], overrides).model
+    names = values["servers"].split(",")
+    if unknown := set(names) - {"megajax", "vllm"}:
+        raise ValueError(f"servers={unknown.pop()} is unknown; there are megajax and vllm")
+    if "vllm" in names and importlib.util.find_spec("vllm") is None:
+        print("vllm is not installed and is left out", file=sys.stderr)
+        names.remove("vllm")
+    numbers = {name: int(values[name]) for name in sizes}
+    scale = float(values["scale"])
     lines = []
-
-    def show(result: dict) -> None:
-        lines.append(json.dumps(result))
-        print(lines[-1], flush=True)
-        if values["output"]:
-            Path(values["output"]).write_text("\n".join(lines) + "\n")
-
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(values["folder"] or f"{temporary}/model")
         if not folder.exists():
@@ -118,24 +130,15 @@ def main(arguments: list[str]) -> None:
             writer.join()
             if writer.exitcode:
                 raise ValueError(f"{folder} could not be written; the error is above")
-        for name in values["servers"].split(","):
-            if name == "vllm" and importlib.util.find_spec("vllm") is None:
-                print("vllm is not installed and is left out", file=sys.stderr)
-                continue
+        for name in names:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 port = free.getsockname()[1]
-            url = f"http://127.0.0.1:{port}"
-            with serving(commands(folder, port)[name], url) as ready_seconds:
-                show({"server": name, "ready_seconds": ready_seconds})
-                for number in range(ROUNDS):
-                    for load, count in LOADS:
-                        workload = Workload(
-                            num_requests=max(round(float(values["scale"]) * count), 1),
-                            **{size: int(values[size]) for size in sizes},
-                        )
-                        (result,) = bench_server(url, None, [load], workload)
-                        show({"server": name, "round": number + 1} | result.record())
+            for result in measured(commands(folder, port)[name], f"http://127.0.0.1:{port}", scale, numbers):
+                lines.append(json.dumps({"server": name} | result))
+                print(lines[-1], flush=True)
+                if values["output"]:
+                    Path(values["output"]).write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

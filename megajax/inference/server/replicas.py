@@ -28,8 +28,8 @@ class Replicas:
     ):
         """max_requests: of all engines together. observer, on_failure: as of EngineThread."""
         self._max_requests = max_requests
-        rest = (max_requests, observer, on_failure, 1 / len(engines))
-        self._threads = [EngineThread(engine, *rest) for engine in engines]
+        share = 1 / len(engines)
+        self._threads = [EngineThread(engine, max_requests, observer, on_failure, share) for engine in engines]
 
     def start(self) -> None:
         for thread in self._threads:
