@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import gc
 import sys
 import threading
 import time
@@ -83,6 +84,7 @@ def running(app, config):
     finally:
         server.should_exit = True
         thread.join()
+        gc.unfreeze()
 
 
 def wait_until(condition, seconds=20):

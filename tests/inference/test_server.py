@@ -5,6 +5,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import gc
 import json
 import logging
 import os
@@ -775,6 +776,16 @@ def test_the_server_says_whether_it_is_ready_and_how_full_it_is():
             assert "DONE" in stream.read().decode()
         fake.permissions.release()
         assert client.post("/v1/completions", json={"prompt": "c", "max_tokens": 1}).is_success
+
+
+def test_collections_leave_out_what_was_there_before_the_first_request():
+    gc.collect()
+    before = len(gc.get_objects())
+    with serving_fake() as (fake, url):
+        fake.warm.set()
+        wait_until(lambda: httpx2.get(f"{url}/health").is_success)
+        assert gc.get_freeze_count() >= before
+        assert len(gc.get_objects()) < before / 4
 
 
 def test_the_folder_recommends_the_sampling_of_requests_that_do_not_say(tmp_path):

@@ -6,6 +6,7 @@ sends what a step has produced back to the event loop, in one call per step.
 
 import asyncio
 import functools
+import gc
 import logging
 import queue
 import threading
@@ -309,6 +310,7 @@ class EngineThread:
         try:
             begin = time.monotonic()
             stages = self.engine.warm_up_first()
+            _keep_out_of_collections()
             num_left = sum(len(stage.compilations) for stage in stages)
             self._loop.call_soon_threadsafe(self._become_ready, time.monotonic() - begin, num_left)
             # No daemon: a process that ends while XLA compiles would be aborted.
@@ -337,6 +339,8 @@ class EngineThread:
                     self._inbox.put(functools.partial(_raise, error))
                     return
             self._inbox.put(functools.partial(self.engine.use_shapes, stage.shapes))
+        if stages:
+            _keep_out_of_collections()
 
     def _take_commands(self) -> bool:
         """Runs all commands, and waits for one while the engine has no work. False: the thread is to end."""
@@ -370,6 +374,13 @@ class EngineThread:
         for request in generation.requests:
             del self._owners[request.id]
             self.engine.cancel(request)
+
+
+def _keep_out_of_collections() -> None:
+    """What there is now, modules and traced programs, stays: the garbage collector need not look through it again,
+    which would stop the engine for 0.2 s, once in some 800 requests."""
+    gc.collect()
+    gc.freeze()
 
 
 def _raise(error: Exception) -> None:
