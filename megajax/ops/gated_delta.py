@@ -21,7 +21,7 @@ With its solutions for the two terms on the right, v' = u - S w, and the rest is
 so only the states between chunks are sequential. Products are in v's dtype with float32 sums; the system, decays and
 states are float32 (float64 for float64 inputs). Arrays of chunks are [J, I, B, H, P, Q], with keys and queries repeated
 for each head: with a separate dim for groups XLA's matmuls for CPUs crash (jaxlib 0.10.2). The backward pass recomputes
-everything from the arguments.
+everything from the arguments. On Hopper the systems and the states between chunks have kernels of ours.
 """
 
 import functools
@@ -32,6 +32,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from megajax.mesh import compat
+from megajax.mesh.current import manual
+from megajax.mesh.sharding import activation_spec
+from megajax.ops.choice import log_choice
 from megajax.ops.matmul import dot_precision
 from megajax.ops.ssd import chunks, cumulative, decays, decays_to_the_ends, recomputed, states_of_pieces, wide
 
@@ -145,6 +148,18 @@ def recurrence(
 
 def _recurrence(x, first, second, decay, added, start, *, reverse=False):
     """added: [J, ..., P, N], added to S' of each chunk, or None."""
+    from pallas_kernels import recurrence as kernel  # not at the top: it takes time to import
+
+    rows, width = start.shape[-2:]
+    reason = compat.mosaic_problem() or kernel.problem(rows, width, x.shape[-1], x.dtype)
+    log_choice(
+        "states of chunks", f"a loop of XLA ({reason})" if reason else "our kernel (pallas_kernels/recurrence.py)"
+    )
+    run = _by_scan if reason else _by_kernel
+    return run(x, first, second, decay, added, start, reverse=reverse)
+
+
+def _by_scan(x, first, second, decay, added, start, *, reverse):
     dot = functools.partial(_dot(first), preferred_element_type=decay.dtype)
 
     def step(state, of_chunk):
@@ -158,6 +173,30 @@ def _recurrence(x, first, second, decay, added, start, *, reverse=False):
 
     last, (written, before) = lax.scan(step, start, (x, first, second, decay, added), reverse=reverse)
     return written, before, last
+
+
+def _by_kernel(x, first, second, decay, added, start, *, reverse):
+    """x: [J, I, B, H, P, Q]."""
+
+    def body(*arrays):
+        from pallas_kernels import recurrence as kernel
+
+        of_chunks = [array.reshape(array.shape[0], -1, *array.shape[4:]) for array in arrays[:-1]]
+        flat = arrays[-1].reshape(-1, *arrays[-1].shape[3:])
+        *given, decay = of_chunks[:4]
+        added = of_chunks[4] if len(of_chunks) > 4 else None
+        written, before, last = kernel.recurrence(*given, decay, added, flat, reverse=reverse)
+        shapes = (arrays[0].shape, (*arrays[0].shape[:-1], last.shape[-1]), arrays[-1].shape)
+        return tuple(array.reshape(shape) for array, shape in zip((written, before, last), shapes, strict=True))
+
+    arrays = [array for array in (x, first, second, decay, added, start) if array is not None]
+    heads = ("time", "batch", "heads")
+    of_chunk = activation_spec(x.shape, (None, *heads, None, None))
+    of_head = activation_spec(decay.shape, (None, *heads))
+    of_start = activation_spec(start.shape, (*heads, None, None))
+    specs = [of_chunk] * 3 + [of_head] + [of_chunk] * (len(arrays) - 5) + [of_start]
+    # In the kernel carries of loops vary over other axes than what they start with.
+    return manual(body, tuple(specs), (of_chunk, of_chunk, of_start), check_vma=False)(*arrays)
 
 
 def _recurrence_forward(x, first, second, decay, start):
@@ -190,7 +229,7 @@ def solved(system_QT: jax.Array, rights: tuple[jax.Array, ...]) -> tuple[jax.Arr
 
 
 def _solved(system, rights):
-    inverted = inverse(system).astype(rights[0].dtype)
+    inverted = _inverse(system, rights[0].dtype)
     dot = _dot(inverted)
     found = tuple(dot("...mt,...qt->...mq", right, inverted) for right in rights)
     return found, (inverted, found)
@@ -231,6 +270,22 @@ scores.defvjp(_scores_forward, _scores_backward)
 def _dot(array: jax.Array):
     """einsum of arrays of this one's dtype."""
     return functools.partial(jnp.einsum, precision=dot_precision(array.dtype))
+
+
+def _inverse(system_JIBHQT, dtype):
+    """In this dtype."""
+    from pallas_kernels import triangular as kernel
+
+    reason = compat.mosaic_problem() or kernel.problem(system_JIBHQT.shape[-1], dtype)
+    log_choice("systems of chunks", f"XLA ({reason})" if reason else "our kernel (pallas_kernels/triangular.py)")
+    if reason:
+        return inverse(system_JIBHQT).astype(dtype)
+
+    def body(system):
+        return kernel.inverse(system.reshape(-1, *system.shape[-2:])).reshape(system.shape)
+
+    spec = activation_spec(system_JIBHQT.shape, (None, "time", "batch", "heads", None, None))
+    return manual(body, spec, spec, check_vma=False)(system_JIBHQT)
 
 
 def inverse(system: jax.Array) -> jax.Array:

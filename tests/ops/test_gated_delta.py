@@ -116,3 +116,78 @@ def test_repeated_keys_stay_accurate():
     run = jax.jit(functools.partial(gated_delta, chunk=length))
     y, _ = run(ones, ones, v, jnp.zeros((1, length, 1)), jnp.ones((1, length, 1)))
     np.testing.assert_allclose(y, v, rtol=1e-4, atol=1e-4)  # the state holds the newest value, to EPSILON per token
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_interpreted_kernel_equals_a_loop(interpreted, reverse):
+    """Two tiles of rows; what is added to the state is what makes it the gradient of the other direction."""
+    kernel = pytest.importorskip("pallas_kernels.recurrence")
+    num_chunks, num_heads, rows, width, chunk = 3, 2, 128, 64, 32
+    rng = np.random.default_rng(0)
+
+    def draw(*shape, dtype=jnp.bfloat16):
+        return jnp.asarray(rng.normal(size=shape) / 8, dtype)
+
+    x = draw(num_chunks, num_heads, rows, chunk)
+    first, second = (draw(num_chunks, num_heads, width, chunk) for _ in range(2))
+    added = draw(num_chunks, num_heads, rows, width) if reverse else None
+    decay = jnp.asarray(rng.random((num_chunks, num_heads)), jnp.float32)
+    state = start = draw(num_heads, rows, width, dtype=jnp.float32)
+    found = kernel.recurrence(x, first, second, decay, added, start, reverse=reverse, interpret=interpreted)
+
+    written, before = [None] * num_chunks, [None] * num_chunks
+    for j in reversed(range(num_chunks)) if reverse else range(num_chunks):
+        before[j] = state.astype(jnp.bfloat16)
+        product = jnp.einsum("mpn,mnq->mpq", before[j], first[j], preferred_element_type=jnp.float32)
+        written[j] = (x[j].astype(jnp.float32) + product).astype(jnp.bfloat16)
+        state = state * decay[j][:, None, None]
+        state += jnp.einsum("mpq,mnq->mpn", written[j], second[j], preferred_element_type=jnp.float32)
+        state += 0 if added is None else added[j].astype(jnp.float32)
+    for array, wanted in zip(found, (jnp.stack(written), jnp.stack(before), state), strict=True):
+        assert array.dtype == wanted.dtype
+        difference = array.astype(jnp.float32) - wanted.astype(jnp.float32)
+        assert np.abs(difference).max() < 2**-7 * np.abs(wanted.astype(jnp.float32)).max()
+
+
+def test_the_interpreted_kernel_inverts(interpreted):
+    kernel = pytest.importorskip("pallas_kernels.triangular")
+    rng = np.random.default_rng(0)
+    systems = np.stack([np.ones((64, 64)), rng.uniform(-1, 1, (64, 64)) / 4])  # also what repeats one token
+    found = kernel.inverse(jnp.asarray(systems, jnp.float32), interpret=interpreted)
+    wanted = np.linalg.inv(np.eye(64) + np.tril(systems, -1))
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(found.astype(jnp.float32), wanted, rtol=1.01 * 2**-8, atol=2**-14)
+
+
+PROGRAM = """
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding
+from megajax.mesh.config import MeshConfig, make_mesh
+from megajax.mesh.sharding import activation_spec
+from megajax.ops.gated_delta import gated_delta
+from megajax.planning.plan import devices_without_gpu, plan_device
+
+B, T, H, N = 4, 1024, 8, 128
+
+def loss(q, k, v, log_decay, beta, pieces):
+    y, last = gated_delta(q, k, v, log_decay, beta, chunk=64, pieces=pieces)
+    return jnp.sum(y.astype(jnp.float32)) + jnp.sum(last)
+
+for config, pieces in ((MeshConfig(fsdp=2, tensor=2), (0,)), (MeshConfig(context=2, tensor=2), (0, 3, 1, 2))):
+    mesh = make_mesh(config, devices_without_gpu(4, plan_device("h100")))
+    with jax.set_mesh(mesh):
+        def array(dtype, *dims):
+            spec = activation_spec((B, T, H, *dims), ("batch", "time", "heads", *[None] * len(dims)))
+            return jax.ShapeDtypeStruct((B, T, H, *dims), dtype, sharding=NamedSharding(mesh, spec))
+        arrays = [array(jnp.bfloat16, N)] * 3 + [array(jnp.float32)] * 2
+        run = jax.jit(jax.grad(loss, argnums=range(5)), static_argnums=5)
+        text = run.lower(*arrays, pieces).compile().as_text()
+    print(text.count('custom_call_target="mosaic_gpu'), text.count(" while("), text.count(f"bf16[16,{B}"))
+"""
+
+
+@pytest.mark.cuda_wheels
+def test_kernel_compiles_for_hopper_on_a_mesh(compile_for_hopper):
+    """Forward and backward, twice with pieces; no loop over chunks is left, and no device has all sequences."""
+    lines = [[int(number) for number in line.split()] for line in compile_for_hopper(PROGRAM)]
+    assert [line[0] for line in lines] == [3, 5] and not any(line[1] for line in lines)
