@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
     from megajax.data.tokenizers.chat_template import ChatTemplate
     from megajax.inference.engine import Engine
     from megajax.inference.load import OpenedModel
+    from megajax.inference.server.engine_process import EngineProcess
 
 logger = logging.getLogger("megajax")
 
@@ -41,17 +41,6 @@ class OfEngine(OfModel):
     serving: Annotated[ServingConfig, Part(has_prefix=False)] = ServingConfig()
     draft_run: str | None = None
     """Run or Hugging Face folder of a smaller model that guesses --draft_tokens tokens."""
-
-    def engines(self, adapters: Mapping[str, str] = {}) -> "list[Engine]":
-        """mesh.data replicas. adapters: {name: directory}."""
-        from megajax.inference.server.replicas import engines_from_run
-        from megajax.mesh.processes import use_compilation_cache
-
-        self.serving.check()
-        parts = (self.run, self.started_mesh(), self.step, self.serving, self.draft_run, adapters)
-        engines = engines_from_run(*parts)
-        use_compilation_cache()
-        return engines
 
     def engine(self) -> "Engine":
         from megajax.inference.engine import Engine
@@ -90,7 +79,7 @@ class OfChats:
         if self.chat_template is not None and not Path(self.chat_template).is_file():
             raise ValueError(f"chat_template={self.chat_template} is not a file; name one with a chat template")
 
-    def template(self, engine: "Engine") -> "ChatTemplate | None":
+    def template(self, engine: "Engine | EngineProcess") -> "ChatTemplate | None":
         from megajax.data.tokenizers.chat_template import find_chat_template
 
         return find_chat_template(engine.prompts.tokenizer, self.chat_template, engine.prompts.media_tokens)

@@ -43,7 +43,7 @@ OF_SERVER = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Serve(OfEngine, OfChats):
-    """HTTP server. --mesh.data: engines, each on devices of its own."""
+    """HTTP server. --mesh.data: engines, each in a process and on devices of its own."""
 
     model_name: str = ""
     """Name of the model in requests; default: that of DIR."""
@@ -78,7 +78,8 @@ class Serve(OfEngine, OfChats):
         self.check_template()
         self.serving.check()
         self.mesh.check()
-        with contextlib.closing(bind(config.host, config.port)) as bound:
+        with contextlib.ExitStack() as stack:
+            bound = stack.enter_context(contextlib.closing(bind(config.host, config.port)))
             is_bidirectional = "embed" in open_source(self.run, self.step).config.model.encoder_tasks
             if self.embeddings or is_bidirectional:
                 self._check_embeds()
@@ -91,8 +92,10 @@ class Serve(OfEngine, OfChats):
                 if config.pooling != "mean":
                     raise ValueError(f"pooling={config.pooling} is of a server that embeds; add --embeddings")
                 from megajax.inference.server.app import make_app
+                from megajax.inference.server.replicas import engines_from_run
 
-                engines = self.engines(adapters)
+                parts = (self.run, self.started_mesh(), self.step, self.serving, self.draft_run, adapters)
+                engines = stack.enter_context(engines_from_run(*parts, self.launch.cpu_devices))
                 make = functools.partial(make_app, engines, config, self.template(engines[0]))
             serve(make, config, bound)
 

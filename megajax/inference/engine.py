@@ -57,6 +57,7 @@ from megajax.mesh.config import MeshConfig
 from megajax.mesh.lowering import lowering
 from megajax.models.model import Model
 from megajax.parallel.encode import num_parts
+from megajax.weights.sources import Source
 
 logger = logging.getLogger("megajax")
 
@@ -192,15 +193,27 @@ class Engine:
                 "that the engine was made with; make a new engine"
             )
 
-    def load(self, opened: OpenedModel) -> None:
-        """Like `use`, with the weights of `opened`, which has the model and the mesh of this engine.
+    def check(self, source: Source) -> None:
+        """Reads all weights of the source and keeps none; any thread may call this. Raises ValueError if they are
+        damaged or not finite, of another model, or quantised in another way than those in use."""
+        self.check_formats(self._opened(source).check())
 
-        They take the place of those in use array by array, so both are never in memory together. Call `opened.check`
-        and `check_formats` first: if reading fails here, the engine has no weights left.
+    def load(self, source: Source) -> None:
+        """Like `use`, with the weights of a source that `check` has accepted.
+
+        They take the place of those in use array by array, so both are never in memory together: if reading fails here,
+        the engine has no weights left.
         """
         old = self.params
         self.params = {}
-        self.use(opened.restore(replaced=old, joins=True))
+        self.use(self._opened(source).restore(replaced=old, joins=True))
+
+    def _opened(self, source: Source) -> OpenedModel:
+        config = source.config
+        if (config.model, config.lora.transforms) != (self.model.config, self.model.adapters):
+            raise ValueError(f"run={source} is another model than the one that is served; start a server for it")
+        parts = (source, self.model, self.mesh, self.prompts.tokenizer)
+        return OpenedModel(*parts, start_ids=(), weights=self.serving.weight_dtype)
 
     @staticmethod
     def from_run(

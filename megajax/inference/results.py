@@ -60,6 +60,8 @@ class Stats:
     """Tokens guessed by speculative decoding."""
     accepted: int
     """Those that were right."""
+    compiled_programs: int = 0
+    """By XLA, in the process of the engine if it has one of its own."""
 
 
 class Results:

@@ -37,16 +37,13 @@ from megajax.data.tokenizers.tokenizer import BytesTokenizer, NullTokenizer
 from megajax.evaluation.scorer import Scorer
 from megajax.figures.drawings import save, traffic
 from megajax.inference.device.warm_up import Stage
-from megajax.inference.engine import Engine
 from megajax.inference.server import app, engine_thread
 from megajax.inference.server.answers import TokenTexts
 from megajax.inference.server.app import ServerConfig
 from megajax.inference.server.connections import HEADER_SECONDS, uvicorn_config
 from megajax.inference.server.engine_thread import Overloaded
-from megajax.inference.server.replicas import engines_from_run
 from megajax.inference.tokens.sampling import Sampling, recommended_sampling
 from megajax.inference.traffic import Load, ServerTarget, Workload, measure, table
-from megajax.mesh.config import MeshConfig
 from megajax.parameters import name_of
 from servers import MODEL, SERVING, FakeEngine, engine_on, random_params, running, serving, serving_fake, wait_until
 
@@ -134,7 +131,7 @@ def test_completions_are_those_of_the_engine(client, offline):
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_replicas_share_the_requests(engine, offline, monkeypatch):
+def test_replicas_share_the_requests(engine, offline):
     other = engine_on(jax.devices()[1], max_rows=1)  # fewer programs
     before = engine.stats().generated_tokens
     with serving(engine, other) as url:
@@ -148,14 +145,6 @@ def test_replicas_share_the_requests(engine, offline, monkeypatch):
         counts = [engine.stats().generated_tokens - before, other.stats().generated_tokens]
         assert min(counts) > 0.2 * sum(counts)
         assert metrics(url)["megajax:generation_tokens_total"] == sum(counts) + before
-    made = []
-    monkeypatch.setattr(
-        Engine, "from_run", lambda run, mesh, step, serving, draft, devices, _: made.append((mesh, devices))
-    )
-    engines_from_run("run", MeshConfig(data=3, tensor=2))
-    assert made == [(MeshConfig(tensor=2), jax.devices()[first : first + 2]) for first in (0, 2, 4)]
-    with pytest.raises(ValueError, match="mesh.data=5: 5 replicas need 10 devices and there are 8; use --mesh.data=4"):
-        engines_from_run("run", MeshConfig(data=5, tensor=2))
 
 
 def test_streams_carry_the_same_text_and_usage(client, offline):

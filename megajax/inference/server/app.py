@@ -19,11 +19,11 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from megajax.data.tokenizers.chat_template import ChatTemplate
 from megajax.data.tokenizers.tokenizer import configured_tokens
 from megajax.inference.engine import Engine
-from megajax.inference.load import OpenedModel
 from megajax.inference.scheduling.images import PromptImage
 from megajax.inference.server import protocol
 from megajax.inference.server.answers import ChatAnswer, CompletionAnswer, TokenTexts
 from megajax.inference.server.config import ServerConfig
+from megajax.inference.server.engine_process import EngineProcess
 from megajax.inference.server.engine_thread import Generation
 from megajax.inference.server.fetching import Fetcher
 from megajax.inference.server.metrics import Metrics
@@ -34,7 +34,7 @@ from megajax.inference.server.service import LONG_WORK, Service, get, post
 from megajax.inference.server.streams import answered
 from megajax.inference.server.tool_calls import find_tool_format
 from megajax.inference.tokens.sampling import Sampling
-from megajax.weights.sources import Source, open_source
+from megajax.weights.sources import open_source
 
 # The page needs nothing from elsewhere, and what a model writes must not be able to fetch anything.
 PAGE_POLICY = (
@@ -44,7 +44,7 @@ PAGE_POLICY = (
 
 
 def make_app(
-    engines: Sequence[Engine],
+    engines: Sequence[Engine | EngineProcess],
     config: ServerConfig,
     template: ChatTemplate | None = None,
     on_failure: Callable[[], None] | None = None,
@@ -60,7 +60,7 @@ def make_app(
 class Server(Service):
     def __init__(
         self,
-        engines: Sequence[Engine],
+        engines: Sequence[Engine | EngineProcess],
         config: ServerConfig,
         template: ChatTemplate | None,
         on_failure: Callable[[], None] | None,
@@ -283,17 +283,8 @@ class Server(Service):
             self.replicas.check_ready()
             source = await _in_thread(open_source, body.run or self.config.run, body.step)
             with refusing_values():
-                await self.replicas.load(functools.partial(_opened, source))
+                await self.replicas.load(source)
         return JSONResponse({"loaded": str(source)})
-
-
-def _opened(source: Source, engine: Engine) -> OpenedModel:
-    """The source for the engine. Raises ValueError if it is another model."""
-    config = source.config
-    if (config.model, config.lora.transforms) != (engine.model.config, engine.model.adapters):
-        raise ValueError(f"run={source} is another model than the one that is served; start a server for it")
-    parts = (source, engine.model, engine.mesh, engine.prompts.tokenizer)
-    return OpenedModel(*parts, start_ids=(), weights=engine.serving.weight_dtype)
 
 
 async def page(request: Request) -> Response:

@@ -1,24 +1,24 @@
 """Runs an engine on a thread of its own, for coroutines.
 
-An engine belongs to one thread. Coroutines put commands into its inbox; the thread takes them between two steps, and
-sends what a step has produced back to the event loop, in one call per step.
+An engine belongs to one thread (engine_loop.py). Coroutines send it commands, and it sends what a step has produced
+back to the event loop, in one call per step.
 """
 
 import asyncio
-import functools
-import gc
+import itertools
 import logging
-import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from megajax.inference.device.warm_up import Stage
 from megajax.inference.engine import Engine, Output, Request, Stats
 from megajax.inference.scheduling.images import PromptImage
 from megajax.inference.scheduling.waiting import Owner
+from megajax.inference.server.engine_loop import EngineLoop
+from megajax.inference.server.engine_process import EngineProcess
 from megajax.inference.tokens.sampling import Sampling
+from megajax.weights.sources import Source
 
 logger = logging.getLogger("megajax")
 
@@ -27,6 +27,8 @@ EVENTS_PER_SECOND = 5000
 thread can run. With more than a hundred streams, two or three tokens are sent together."""
 FEW_SAMPLES = 16
 """A request with at most this many samples may take all free places."""
+
+_numbers = itertools.count()  # of generations
 
 
 class Overloaded(Exception):
@@ -155,7 +157,7 @@ class Observer(Protocol):
 class EngineThread:
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | EngineProcess,
         max_requests: int,
         observer: Observer | None = None,
         on_failure: Callable[[], None] | None = None,
@@ -164,23 +166,21 @@ class EngineThread:
         """max_requests: most samples that wait or run; a generation with which there would be more is refused.
         on_failure: called on the event loop if the engine raises an error. share: of EVENTS_PER_SECOND."""
         self.engine = engine
-        self.stats: Stats = engine.stats()
-        """As of the latest step."""
         self.is_ready = False
         self.failure: BaseException | None = None
         self._max_requests = max_requests
         self._observer = observer
         self._on_failure = on_failure
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._open: set[Generation] = set()  # of the event loop
         self._calls: set[asyncio.Future] = set()  # that wait for the thread; of the event loop
         self._owners: dict[int, tuple[Generation, int]] = {}  # id of a request -> whose prompt it is; of the thread
-        self._is_stopping = False  # of the thread
-        self._has_ended = threading.Event()
         self._is_started = asyncio.Event()  # the engine is ready, or has failed
         self._share = share
         self._next_wake = 0.0  # no generation wakes before, on the clock of the event loop
         self._waking: asyncio.TimerHandle | None = None
+        self._work = EngineLoop(engine, self._on_ready, self._on_step)
+        if isinstance(engine, EngineProcess):
+            engine.on_failure = self._work.wake
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # ------------------------------------------------------------------ on the event loop
@@ -192,13 +192,18 @@ class EngineThread:
 
     async def stop(self) -> None:
         """Returns when everything that was accepted has finished."""
-        self._inbox.put(None)
+        self._work.stop()
         await asyncio.to_thread(self._thread.join)
 
     async def until_ready(self) -> None:
         """Raises NotReady if the engine fails."""
         await self._is_started.wait()
         self.check_ready()
+
+    @property
+    def stats(self) -> Stats:
+        """As of the latest step."""
+        return self._work.stats
 
     @property
     def num_open(self) -> int:
@@ -232,7 +237,8 @@ class EngineThread:
         self._open.add(generation)
         try:
             async with asyncio.timeout_at(deadline):
-                await self.call(lambda: self._submit(generation, prompts, Owner(client, generation), images))
+                owner = Owner(client, next(_numbers))
+                await self.call(lambda: self._submit(generation, prompts, owner, images))
         except BaseException:
             self._close(generation)
             raise
@@ -247,7 +253,7 @@ class EngineThread:
     def _close(self, generation: Generation) -> None:
         generation.close()
         self._open.remove(generation)
-        self._inbox.put(lambda: self._drop(generation))
+        self._work.put(lambda: self._drop(generation))
 
     async def call(self, function: Callable[[], Any]) -> Any:
         """Calls the function on the thread of the engine, between two steps; returns or raises what it does.
@@ -267,8 +273,17 @@ class EngineThread:
             else:
                 self._loop.call_soon_threadsafe(_settle, future, result, None)
 
-        self._inbox.put(run)
+        self._work.put(run)
         return await future
+
+    async def check(self, source: Source) -> None:
+        """As Engine.check. Raises NotReady, too."""
+        self.check_ready()
+        await asyncio.to_thread(self.engine.check, source)
+
+    async def load(self, source: Source) -> None:
+        """As Engine.load, between two steps. Raises NotReady, too."""
+        await self.call(lambda: self.engine.load(source))
 
     def _become_ready(self, seconds: float, num_left: int) -> None:
         meanwhile = f"; {num_left} more programs are compiled meanwhile" if num_left else ""
@@ -308,54 +323,18 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            begin = time.monotonic()
-            stages = self.engine.warm_up_first()
-            _keep_out_of_collections()
-            num_left = sum(len(stage.compilations) for stage in stages)
-            self._loop.call_soon_threadsafe(self._become_ready, time.monotonic() - begin, num_left)
-            # No daemon: a process that ends while XLA compiles would be aborted.
-            threading.Thread(target=self._compile, args=[stages], name="compiler", daemon=False).start()
-            while self._take_commands():
-                outputs = self.engine.step()
-                self.stats = self.engine.stats()
-                owned = [(*self._owners[o.request.id], o) for o in outputs if o.request.id in self._owners]
-                parts = [(generation, Part(number, output)) for generation, number, output in owned]
-                self._loop.call_soon_threadsafe(self._deliver, parts)
+            self._work.run()
         except BaseException as error:
             logger.exception("the engine has failed")
             self._loop.call_soon_threadsafe(self._fail, error)
-        finally:
-            self._has_ended.set()
 
-    def _compile(self, stages: Sequence[Stage]) -> None:
-        """On a thread of its own: one program at a time, to leave processors to the engine."""
-        for stage in stages:
-            for compilation in stage.compilations:
-                if self._has_ended.is_set():
-                    return
-                try:
-                    compilation()
-                except Exception as error:
-                    self._inbox.put(functools.partial(_raise, error))
-                    return
-            self._inbox.put(functools.partial(self.engine.use_shapes, stage.shapes))
-        if stages:
-            _keep_out_of_collections()
+    def _on_ready(self, seconds: float, num_left: int) -> None:
+        self._loop.call_soon_threadsafe(self._become_ready, seconds, num_left)
 
-    def _take_commands(self) -> bool:
-        """Runs all commands, and waits for one while the engine has no work. False: the thread is to end."""
-        while True:
-            if self._is_stopping and not self.engine.has_work:
-                return False
-            try:
-                command = self._inbox.get(block=not self.engine.has_work)
-            except queue.Empty:
-                return True
-            if command is None:
-                self._is_stopping = True
-            else:
-                command()
-            self.stats = self.engine.stats()
+    def _on_step(self, outputs: Sequence[Output]) -> None:
+        owned = [(*self._owners[o.request.id], o) for o in outputs if o.request.id in self._owners]
+        parts = [(generation, Part(number, output)) for generation, number, output in owned]
+        self._loop.call_soon_threadsafe(self._deliver, parts)
 
     def _submit(
         self,
@@ -374,17 +353,6 @@ class EngineThread:
         for request in generation.requests:
             del self._owners[request.id]
             self.engine.cancel(request)
-
-
-def _keep_out_of_collections() -> None:
-    """What there is now, modules and traced programs, stays: the garbage collector need not look through it again,
-    which would stop the engine for 0.2 s, once in some 800 requests."""
-    gc.collect()
-    gc.freeze()
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 def _settle(future: asyncio.Future, result: Any, error: Exception | None) -> None:

@@ -6,12 +6,12 @@ https://docs.vllm.ai/en/latest/design/metrics.html
 import functools
 from collections.abc import Callable, Iterable, Sequence
 
-import jax
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from megajax.inference.engine import Stats
+from megajax.inference.server.engine_loop import compilations
 from megajax.inference.server.engine_thread import Generation, Part
 
 # Upper bounds of the buckets of the histograms, in seconds.
@@ -85,23 +85,13 @@ class _EngineCollector(Collector):
             "num_preemptions": ("Requests that lost their pages to others.", stats.preemptions),
             "spec_decode_num_draft_tokens": ("Tokens that were drafted.", stats.drafted),
             "spec_decode_num_accepted_tokens": ("Drafted tokens that were accepted.", stats.accepted),
-            "compiled_programs": ("Programs that XLA has compiled; constant after warm-up.", self._num_compilations()),
+            "compiled_programs": (
+                "Programs that XLA has compiled; constant after warm-up.",
+                stats.compiled_programs + self._num_compilations(),
+            ),
         }
         for kind, metrics in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
             for name, (text, value) in metrics.items():
                 family = kind(f"megajax:{name}", text, labels=["model_name"])
                 family.add_metric([self._model_name], value)
                 yield family
-
-
-@functools.cache
-def compilations() -> Callable[[], int]:
-    """-> a function that returns how many programs XLA has compiled since the first call of this one."""
-    durations = []
-
-    def listen(event: str, duration_secs: float, **_: str | int) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            durations.append(duration_secs)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    return lambda: len(durations)

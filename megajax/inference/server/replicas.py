@@ -1,19 +1,30 @@
 """Several engines with the same model behind one server, each on devices of its own."""
 
 import asyncio
+import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import functools
+import logging
+import multiprocessing
+import os
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from megajax.inference.config import ServingConfig
 from megajax.inference.engine import Engine, Stats
-from megajax.inference.load import OpenedModel
 from megajax.inference.scheduling.images import PromptImage
+from megajax.inference.server.engine_process import EngineProcess
 from megajax.inference.server.engine_thread import EngineThread, Generation, Observer, check_room
 from megajax.inference.tokens.sampling import Sampling
 from megajax.mesh.config import MeshConfig
+from megajax.mesh.processes import use_compilation_cache, use_cpu_devices
+from megajax.weights.sources import Source
+
+logger = logging.getLogger("megajax")
 
 
 class Replicas:
@@ -21,7 +32,7 @@ class Replicas:
 
     def __init__(
         self,
-        engines: Sequence[Engine],
+        engines: Sequence[Engine | EngineProcess],
         max_requests: int,
         observer: Observer | None = None,
         on_failure: Callable[[], None] | None = None,
@@ -70,16 +81,16 @@ class Replicas:
         idlest = min(self._threads, key=lambda thread: thread.num_open)
         return await idlest.generate(prompts, sampling, deadline, client, images)
 
-    async def load(self, opened: Callable[[Engine], OpenedModel]) -> None:
+    async def load(self, source: Source) -> None:
         """New weights for all engines, between two of their steps, after they were checked. Raises NotReady, and
         ValueError if they are damaged or of another form; the engines keep what they have."""
-        self.check_ready()
         first, *_ = self._threads
-        first.engine.check_formats(await asyncio.to_thread(opened(first.engine).check))
+        await first.check(source)
         for thread in self._threads:
-            await thread.call(lambda engine=thread.engine: engine.load(opened(engine)))
+            await thread.load(source)
 
 
+@contextlib.contextmanager
 def engines_from_run(
     run_dir: str | Path,
     mesh: MeshConfig,
@@ -87,20 +98,64 @@ def engines_from_run(
     serving: ServingConfig = ServingConfig(),
     draft_run: str | Path | None = None,
     adapters: Mapping[str, str | Path] = {},
-) -> list[Engine]:
-    """mesh.data engines, each on devices of its own; the arguments are those of `Engine.from_run`.
+    cpu_devices: int = 0,
+) -> Generator[list[Engine] | list[EngineProcess]]:
+    """mesh.data engines, each on devices of its own; several are in processes of their own, which end with the context.
 
-    Raises ValueError for more replicas than devices, and what `Engine.from_run` raises.
+    The other arguments are those of `Engine.from_run`; cpu_devices: launch.cpu_devices. Raises ValueError for more
+    replicas than devices, and what `Engine.from_run` raises.
     """
-    devices = jax.devices()
+    if mesh.data == 1:
+        yield [_made(run_dir, mesh, step, serving, draft_run, adapters=adapters)]
+        return
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        platform, num_devices = pool.submit(_devices, cpu_devices).result()
     if -1 in mesh.sizes().values():
-        mesh = mesh.resolve(len(devices))
-    if mesh.num_devices > len(devices):
+        mesh = mesh.resolve(num_devices)
+    if mesh.num_devices > num_devices:
         raise ValueError(
             f"mesh.data={mesh.data}: {mesh.data} replicas need {mesh.num_devices} devices and there are "
-            f"{len(devices)}; use --mesh.data={max(len(devices) * mesh.data // mesh.num_devices, 1)}"
+            f"{num_devices}; use --mesh.data={max(num_devices * mesh.data // mesh.num_devices, 1)}"
         )
+    jax.config.update("jax_platforms", "cpu")  # this process leaves the memory of GPUs to others
     size = mesh.num_devices // mesh.data
+    logger.info("%d engines in processes of their own, on %d x %s each", mesh.data, size, platform)
     one = dataclasses.replace(mesh, data=1)
-    parts = [devices[number * size : (number + 1) * size] for number in range(mesh.data)]
-    return [Engine.from_run(run_dir, one, step, serving, draft_run, part, adapters) for part in parts]
+    with contextlib.ExitStack() as stack:
+        engines = []
+        for number in range(mesh.data):
+            numbers = range(number * size, (number + 1) * size)
+            environment = {}
+            if platform != "cpu":
+                every = ",".join(map(str, range(num_devices)))
+                visible = os.environ.get("CUDA_VISIBLE_DEVICES", every).split(",")
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[device] for device in numbers)
+                numbers = range(size)
+            given = (run_dir, one, step, serving, draft_run)
+            make = functools.partial(_made_on, numbers, cpu_devices, *given, adapters=adapters)
+            engine = EngineProcess(f"engine {number}", make, environment)
+            stack.callback(engine.close)
+            engines.append(engine)
+        for engine in engines:
+            engine.open()
+        yield engines
+
+
+def _devices(cpu_devices: int) -> tuple[str, int]:
+    """-> (platform, number), in a process that ends and frees them."""
+    if cpu_devices:
+        use_cpu_devices(cpu_devices)
+    return jax.default_backend(), jax.device_count()
+
+
+def _made_on(numbers: range, cpu_devices: int, *arguments: Any, **options: Any) -> Engine:
+    """In the process of an engine. numbers: of its devices."""
+    if cpu_devices:
+        use_cpu_devices(cpu_devices)
+    return _made(*arguments, devices=jax.devices()[numbers.start : numbers.stop], **options)
+
+
+def _made(*arguments: Any, **options: Any) -> Engine:
+    engine = Engine.from_run(*arguments, **options)
+    use_compilation_cache()
+    return engine

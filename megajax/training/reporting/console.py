@@ -245,13 +245,13 @@ class _ToStderr(logging.StreamHandler):
         super().emit(record)
 
 
-def log_to_stderr() -> None:
+def log_to_stderr(prefix: str = "megajax") -> None:
     """Logs our own messages, one line each, and of libraries only errors, one line each and the same one
-    not twice in a minute. Calling it again changes nothing."""
+    not twice in a minute. Calling it again changes nothing. prefix: of each line."""
     logger = logging.getLogger("megajax")
     if not any(isinstance(handler, _ToStderr) for handler in logger.handlers):
         handler = _ToStderr()
-        handler.setFormatter(_InOneLine("megajax: %(message)s"))
+        handler.setFormatter(_InOneLine(f"{prefix}: %(message)s"))
         logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False
