@@ -71,6 +71,8 @@ class Result:
     def record(self) -> dict:
         """For JSON."""
         load = {name: value for name, value in dataclasses.asdict(self.load).items() if value is not None}
+        if self.load.request_rate == math.inf:
+            load["request_rate"] = "inf"  # JSON has no infinity
         rest = {
             "num_finished": self.num_finished,
             "num_refused": self.num_refused,

@@ -459,6 +459,7 @@ def test_latency_and_throughput_are_measured_over_http_and_without(url, tmp_path
     assert (result.num_finished, result.num_refused, result.num_generated) == (2, 2, 8)
     assert 0.1 <= result.first_token["p50"] < 0.15 <= result.whole["p50"] <= result.seconds
     assert 0.05 / 3 <= result.between_tokens["p50"] < 0.1 / 3
+    assert json.loads(json.dumps(result.record(), allow_nan=False))["request_rate"] == "inf"
 
 
 def test_other_servers_are_measured_too():

@@ -274,7 +274,7 @@ class _Worker:
             try:
                 name, *arguments = self._connection.recv()
             except (EOFError, OSError):  # the server has ended without a word
-                name = "close"
+                os._exit(0)
             if name == "close":
                 os._exit(0)
             if name == "check":
