@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import httpx2
 import numpy as np
@@ -70,7 +70,9 @@ class Result:
 
     def record(self) -> dict:
         """For JSON."""
-        load = {name: value for name, value in dataclasses.asdict(self.load).items() if value is not None}
+        load: dict[str, Any] = {
+            name: value for name, value in dataclasses.asdict(self.load).items() if value is not None
+        }
         if self.load.request_rate == math.inf:
             load["request_rate"] = "inf"  # JSON has no infinity
         rest = {

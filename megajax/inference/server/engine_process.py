@@ -90,6 +90,7 @@ class EngineProcess:
         self._num_unfinished: dict[int, int] = {}  # samples of each of them
         self._answers: dict[int, Future[None]] = {}
         self._numbers = itertools.count()
+        self._sending = threading.Lock()
         self._failure: Failure | None = None
         self._is_closed = False
         self._reader = threading.Thread(target=self._read, name=f"{name}, news", daemon=True)
@@ -109,10 +110,9 @@ class EngineProcess:
     def close(self) -> None:
         """Ends the process, and what it still does."""
         self._is_closed = True
-        if self._reader.is_alive():  # else the process may still be making the engine, and reads no commands
-            with contextlib.suppress(OSError):
-                self._connection.send(("close",))
-            self._process.join(END_SECONDS)
+        with contextlib.suppress(RuntimeError):
+            self._send("close")
+        self._process.join(END_SECONDS)
         self._process.kill()
         self._process.join()
 
@@ -181,7 +181,8 @@ class EngineProcess:
 
     def _send(self, *command: Any) -> None:
         try:
-            self._connection.send(command)
+            with self._sending:
+                self._connection.send(command)
         except OSError:
             raise RuntimeError(self._ending().text) from None
 
@@ -189,6 +190,8 @@ class EngineProcess:
         """Returns when the process has done it, or raises what it raised."""
         number = next(self._numbers)
         future = self._answers[number] = Future[None]()
+        if self._failure is not None:
+            raise RuntimeError(self._failure.text)
         self._send(name, number, source)
         future.result()
 
@@ -238,7 +241,7 @@ def _run(connection: Connection, name: str, make: Callable[[], Engine], environm
     log_to_stderr(name)
     faulthandler.enable(file=2)
     try:
-        _Worker(connection, make()).run()
+        _Worker(connection).run(make)
     except Exception as error:
         if not isinstance(error, ValueError):
             logger.exception("failed")
@@ -246,19 +249,19 @@ def _run(connection: Connection, name: str, make: Callable[[], Engine], environm
 
 
 class _Worker:
-    def __init__(self, connection: Connection, engine: Engine):
+    def __init__(self, connection: Connection):
         self._connection = connection
-        self._engine = engine
         self._sending = threading.Lock()
         self._requests: dict[int, Request] = {}  # by the ids of the server, until they have finished
         self._ids: dict[int, int] = {}  # id of each of them here -> that of the server
         self._num_unfinished: dict[int, int] = {}  # samples, by the ids of the server; of requests with an output
-        self._count = compilations()
-        self._loop = EngineLoop(engine, lambda *_: self._send("ready"), self._on_step)
 
-    def run(self) -> None:
-        self._send(Made(self._engine.prompts, self._engine.adapters, self._stats()))
+    def run(self, make: Callable[[], Engine]) -> None:
         threading.Thread(target=self._read, name="commands", daemon=True).start()
+        self._engine = make()
+        self._count = compilations()
+        self._loop = EngineLoop(self._engine, lambda *_: self._send("ready"), self._on_step)
+        self._send(Made(self._engine.prompts, self._engine.adapters, self._stats()))
         self._loop.run()
 
     def _send(self, message: Any) -> None:
@@ -269,7 +272,8 @@ class _Worker:
         return dataclasses.replace(self._engine.stats(), compiled_programs=self._count())
 
     def _read(self) -> None:
-        """On a thread of its own; ends the process when the server has closed it."""
+        """On a thread of its own; ends the process when the server has closed it. It sends the other commands only once
+        the engine is made."""
         while True:
             try:
                 name, *arguments = self._connection.recv()
@@ -299,7 +303,10 @@ class _Worker:
         try:
             function(source)
         except ValueError as raised:
-            error = raised
+            error = ValueError(str(raised))
+        except Exception as raised:
+            logger.exception("%s cannot be loaded", source)
+            error = RuntimeError(f"{type(raised).__name__}: {raised}")
         self._send(Answer(number, error))
 
     def _on_step(self, outputs: Sequence[Output]) -> None:

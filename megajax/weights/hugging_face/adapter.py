@@ -96,6 +96,9 @@ class AdapterFolder(Folder):
                     raise ValueError(f"{name}={options[name]} is not supported; only LoRA is, {name}={wanted}")
             self._lora, self._adapters = _read(self.adapter, options, self.family.map_of(self.model))
 
+    def __reduce__(self) -> tuple:
+        return type(self), (self.adapter, self.path)
+
     def __str__(self) -> str:
         return f"{self.adapter} on {self.path}"
 

@@ -77,6 +77,10 @@ class Folder:
         self.tokenizer_spec = self._find_tokenizer()
         """Of data.tokenizer; without a file that can be read, tokens are numbers."""
 
+    def __reduce__(self) -> tuple:
+        """Another process opens the folder again."""
+        return type(self), (self.path,)
+
     @property
     def config(self) -> Config:
         """Config of a run with this model and tokenizer."""
