@@ -37,7 +37,7 @@ from megajax.data.tokenizers.tokenizer import BytesTokenizer, NullTokenizer
 from megajax.evaluation.scorer import Scorer
 from megajax.figures.drawings import save, traffic
 from megajax.inference.device.warm_up import Stage
-from megajax.inference.server import app, engine_thread
+from megajax.inference.server import app, engine_thread, replicas
 from megajax.inference.server.answers import TokenTexts
 from megajax.inference.server.app import ServerConfig
 from megajax.inference.server.connections import HEADER_SECONDS, uvicorn_config
@@ -145,6 +145,41 @@ def test_replicas_share_the_requests(engine, offline):
         counts = [engine.stats().generated_tokens - before, other.stats().generated_tokens]
         assert min(counts) > 0.2 * sum(counts)
         assert metrics(url)["megajax:generation_tokens_total"] == sum(counts) + before
+
+
+def test_turns_of_a_conversation_stay_on_one_replica(monkeypatch):
+    """Unless it has too much to do; and what is remembered of the beginnings is limited."""
+    fakes = [FakeEngine() for _ in range(3)]
+    monkeypatch.setattr(replicas, "MAX_BLOCKS", 4)
+    for fake in fakes:
+        fake.warm.set()
+
+    def waiting():
+        return [len(fake.running) for fake in fakes]
+
+    with serving(*fakes) as url, contextlib.ExitStack() as open_streams:
+        wait_until(lambda: httpx2.get(f"{url}/health").is_success)
+
+        def ask(prompt):
+            """-> the number of the engine that gets it."""
+            before = waiting()
+            body = {"prompt": prompt, "stream": True}
+            open_streams.enter_context(httpx2.stream("POST", f"{url}/v1/completions", json=body))
+            (number,) = np.flatnonzero(np.subtract(waiting(), before))
+            return number
+
+        turns = ["a" * 64, "b" * 64 + "c" * 10]
+        first, second = map(ask, turns)
+        assert first != second
+        assert ask(turns[0] + "d" * 70) == first and ask(turns[0] + "d" * 64 + "e") == first
+        assert ask("b" * 64) == second
+        assert [ask("f") for _ in range(3)] == [2, 2, second]  # the idlest, as nothing of it is known
+        assert [ask(turns[0]) for _ in range(5)] == [first] * 4 + [2]  # then it has five more than the idlest
+        for letter in "ghijk":
+            ask(letter * 64)
+        assert ask("b" * 64) != second  # forgotten
+        for fake in fakes:
+            fake.running.clear()
 
 
 def test_streams_carry_the_same_text_and_usage(client, offline):

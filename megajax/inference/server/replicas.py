@@ -7,7 +7,8 @@ import functools
 import logging
 import multiprocessing
 import os
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,46 @@ from megajax.weights.sources import Source
 
 logger = logging.getLogger("megajax")
 
+BLOCK = 64
+"""Tokens: beginnings of prompts are compared by whole blocks."""
+MAX_BLOCKS = 100_000
+"""That are remembered; of all engines."""
+MAX_MORE = 4
+"""Samples that an engine may have more than the idlest to get a prompt whose beginning it has seen."""
+
+
+class Beginnings:
+    """Which engine was the last to get each beginning of a prompt, and so may have it in its prefix cache."""
+
+    def __init__(self):
+        self._engines: OrderedDict[int, int] = OrderedDict()  # hash of all tokens up to the end of a block -> engine
+
+    def engine_of(self, prompt: Sequence[int]) -> int | None:
+        """That of the longest beginning; None: nothing of it is known."""
+        found = None
+        for key in self._keys(prompt):
+            if key not in self._engines:
+                break
+            found = self._engines[key]
+        return found
+
+    def add(self, prompt: Sequence[int], engine: int) -> None:
+        for key in self._keys(prompt):
+            self._engines[key] = engine
+            self._engines.move_to_end(key)
+        while len(self._engines) > MAX_BLOCKS:
+            self._engines.popitem(last=False)
+
+    def _keys(self, prompt: Sequence[int]) -> Iterator[int]:
+        key = 0
+        for end in range(BLOCK, len(prompt) + 1, BLOCK):
+            key = hash((key, *prompt[end - BLOCK : end]))
+            yield key
+
 
 class Replicas:
-    """As one EngineThread: a request goes to the engine with the fewest samples. If one engine fails, all have."""
+    """As one EngineThread. A request goes to the engine with the fewest samples, or to the one that has seen the
+    longest beginning of its prompt, if that has at most MAX_MORE more. If one engine fails, all have."""
 
     def __init__(
         self,
@@ -41,6 +79,7 @@ class Replicas:
         self._max_requests = max_requests
         share = 1 / len(engines)
         self._threads = [EngineThread(engine, max_requests, observer, on_failure, share) for engine in engines]
+        self._beginnings = Beginnings()
 
     def start(self) -> None:
         for thread in self._threads:
@@ -76,10 +115,15 @@ class Replicas:
     ) -> Generation:
         """As EngineThread. The prompts of one request share pages, so they go to the same engine."""
         self.check_ready()
-        num_open = sum(thread.num_open for thread in self._threads)
-        check_room(num_open, len(prompts) * sampling.n, self._max_requests)
-        idlest = min(self._threads, key=lambda thread: thread.num_open)
-        return await idlest.generate(prompts, sampling, deadline, client, images)
+        numbers_open = [thread.num_open for thread in self._threads]
+        check_room(sum(numbers_open), len(prompts) * sampling.n, self._max_requests)
+        chosen = numbers_open.index(min(numbers_open))
+        if len(self._threads) > 1:
+            seen = self._beginnings.engine_of(prompts[0])
+            if seen is not None and numbers_open[seen] <= numbers_open[chosen] + MAX_MORE:
+                chosen = seen
+            self._beginnings.add(prompts[0], chosen)
+        return await self._threads[chosen].generate(prompts, sampling, deadline, client, images)
 
     async def load(self, source: Source) -> None:
         """New weights for all engines, between two of their steps, after they were checked. Raises NotReady, and
