@@ -204,9 +204,10 @@ class Engine:
         They take the place of those in use array by array, so both are never in memory together: if reading fails here,
         the engine has no weights left.
         """
+        opened = self._opened(source)
         old = self.params
         self.params = {}
-        self.use(self._opened(source).restore(replaced=old, joins=True))
+        self.use(opened.restore(replaced=old, joins=True))
 
     def _opened(self, source: Source) -> OpenedModel:
         config = source.config

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import os
+import re
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -122,8 +123,17 @@ def test_what_a_client_leaves_ends_in_the_process(replicas):
     assert refused.status_code == 400 and "exceeds the 128 tokens" in refused.json()["error"]["message"]
 
 
+class Gone:
+    """Cannot be opened in another process."""
+
+    def __reduce__(self):
+        return make_none, ()
+
+
 def test_other_weights_are_loaded_by_all(replicas, here, runs):
-    _, url = replicas
+    engines, url = replicas
+    with pytest.raises(ValueError, match="no engine today"):
+        engines[0].check(Gone())
     refused = httpx2.post(f"{url}/v1/load", json={"run": str(runs.parent / "other")})
     assert refused.status_code == 400 and "another model" in refused.json()["error"]["message"]
     assert texts(url) == expected(here[2])
@@ -151,6 +161,8 @@ def test_a_process_that_ends_ends_the_server_and_its_requests(runs):
         assert isinstance(engine.prompts.tokenizer, BytesTokenizer)
         with serving(engine, on_failure=failed.set) as url:
             wait_until(lambda: httpx2.get(f"{url}/health").is_success, 120)
+            metrics = httpx2.get(f"{url}/metrics").text
+            assert float(re.search("^megajax:compiled_programs_total.* (.*)$", metrics, re.M)[1]) > 0
             os.kill(engine.pid, signal.SIGTERM)  # is for the server
             assert complete(url, prompt="x")["usage"]["completion_tokens"] == 12
             os.kill(engine.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The steps of an engine, on the thread that owns it, with commands of others between two of them."""
+"""Runs the steps of an engine on the thread that owns it, and commands of other threads between two steps."""
 
 import functools
 import gc
@@ -54,6 +54,7 @@ class EngineLoop:
         try:
             begin = time.monotonic()
             stages = self._engine.warm_up_first()
+            self.stats = self._engine.stats()
             _keep_out_of_collections()
             self._on_ready(time.monotonic() - begin, sum(len(stage.compilations) for stage in stages))
             # No daemon: a process that ends while XLA compiles would be aborted.

@@ -4,6 +4,7 @@ The process runs the steps (engine_loop.py). Commands and what they produce pass
 here, before they are sent.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import faulthandler
@@ -11,6 +12,7 @@ import itertools
 import logging
 import multiprocessing
 import os
+import pickle
 import queue
 import signal
 import threading
@@ -31,7 +33,7 @@ from megajax.weights.sources import Source
 logger = logging.getLogger("megajax")
 
 NEWS_SECONDS = 0.002
-"""A step waits so long for news; commands wait as long."""
+"""`step` waits at most this long for news, so a command may be delayed by as much."""
 END_SECONDS = 10
 """A process that has not ended after this time is killed."""
 
@@ -41,6 +43,12 @@ class Made(NamedTuple):
 
     prompts: Prompts
     adapters: tuple[str, ...]
+    stats: Stats
+
+
+class Ready(NamedTuple):
+    """The process can serve; it compiles the rest itself."""
+
     stats: Stats
 
 
@@ -110,8 +118,7 @@ class EngineProcess:
     def close(self) -> None:
         """Ends the process, and what it still does."""
         self._is_closed = True
-        with contextlib.suppress(RuntimeError):
-            self._send("close")
+        self._send("close")
         self._process.join(END_SECONDS)
         self._process.kill()
         self._process.join()
@@ -163,7 +170,7 @@ class EngineProcess:
         return self._stats
 
     def check(self, source: Source) -> None:
-        """As Engine.check; takes the time of no step."""
+        """As Engine.check, on another thread of the process than the steps."""
         self._call("check", source)
 
     def load(self, source: Source) -> None:
@@ -180,11 +187,9 @@ class EngineProcess:
         return output
 
     def _send(self, *command: Any) -> None:
-        try:
-            with self._sending:
-                self._connection.send(command)
-        except OSError:
-            raise RuntimeError(self._ending().text) from None
+        """To a process that has ended nothing is sent: the thread that reads notices it, too."""
+        with self._sending, contextlib.suppress(OSError):
+            self._connection.send(command)
 
     def _call(self, name: str, source: Source) -> None:
         """Returns when the process has done it, or raises what it raised."""
@@ -192,7 +197,7 @@ class EngineProcess:
         future = self._answers[number] = Future[None]()
         if self._failure is not None:
             raise RuntimeError(self._failure.text)
-        self._send(name, number, source)
+        self._send(name, number, pickle.dumps(source))
         future.result()
 
     def _receive(self) -> Any:
@@ -213,7 +218,8 @@ class EngineProcess:
                 return
             if isinstance(message, Answer):
                 _settle(self._answers.pop(message.number), message.error)
-            elif message == "ready":
+            elif isinstance(message, Ready):
+                self._stats = message.stats
                 self._ready.set_result(None)
             elif isinstance(message, Step):
                 self._news.put(message)
@@ -260,7 +266,7 @@ class _Worker:
         threading.Thread(target=self._read, name="commands", daemon=True).start()
         self._engine = make()
         self._count = compilations()
-        self._loop = EngineLoop(self._engine, lambda *_: self._send("ready"), self._on_step)
+        self._loop = EngineLoop(self._engine, lambda *_: self._send(Ready(self._stats())), self._on_step)
         self._send(Made(self._engine.prompts, self._engine.adapters, self._stats()))
         self._loop.run()
 
@@ -280,6 +286,7 @@ class _Worker:
             except (EOFError, OSError):  # the server has ended without a word
                 os._exit(0)
             if name == "close":
+                atexit._run_exitfuncs()  # processes of multiprocessing do not; programs are stored there
                 os._exit(0)
             if name == "check":
                 threading.Thread(target=self._answer, args=[self._engine.check, *arguments]).start()
@@ -295,17 +302,18 @@ class _Worker:
         if number in self._requests:
             self._engine.cancel(self._requests[number])
 
-    def _load(self, number: int, source: Source) -> None:
+    def _load(self, number: int, source: bytes) -> None:
         self._answer(self._engine.load, number, source)
 
-    def _answer(self, function: Callable[[Source], None], number: int, source: Source) -> None:
+    def _answer(self, function: Callable[[Source], None], number: int, source: bytes) -> None:
+        """source: pickled; a folder is opened again, which may fail."""
         error = None
         try:
-            function(source)
+            function(pickle.loads(source))
         except ValueError as raised:
             error = ValueError(str(raised))
         except Exception as raised:
-            logger.exception("%s cannot be loaded", source)
+            logger.exception("new weights cannot be loaded")
             error = RuntimeError(f"{type(raised).__name__}: {raised}")
         self._send(Answer(number, error))
 

@@ -23,8 +23,8 @@ from megajax.weights.sources import Source
 logger = logging.getLogger("megajax")
 
 EVENTS_PER_SECOND = 5000
-"""Of all streams together: an event costs 20 to 70 us of Python (on two machines), during which no engine's
-thread can run. With more than a hundred streams, two or three tokens are sent together."""
+"""Of all streams together: an event costs 20 to 70 us of Python (on two machines), during which the thread of an engine
+in this process cannot run. With more than a hundred streams, two or three tokens are sent together."""
 FEW_SAMPLES = 16
 """A request with at most this many samples may take all free places."""
 
@@ -334,7 +334,8 @@ class EngineThread:
     def _on_step(self, outputs: Sequence[Output]) -> None:
         owned = [(*self._owners[o.request.id], o) for o in outputs if o.request.id in self._owners]
         parts = [(generation, Part(number, output)) for generation, number, output in owned]
-        self._loop.call_soon_threadsafe(self._deliver, parts)
+        if parts:
+            self._loop.call_soon_threadsafe(self._deliver, parts)
 
     def _submit(
         self,

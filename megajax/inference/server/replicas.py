@@ -5,11 +5,12 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import multiprocessing
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from megajax.inference.server.engine_process import EngineProcess
 from megajax.inference.server.engine_thread import EngineThread, Generation, Observer, check_room
 from megajax.inference.tokens.sampling import Sampling
 from megajax.mesh.config import MeshConfig
+from megajax.mesh.lowering import lowering
 from megajax.mesh.processes import use_compilation_cache, use_cpu_devices
 from megajax.weights.sources import Source
 
@@ -41,32 +43,32 @@ class Beginnings:
     def __init__(self):
         self._engines: OrderedDict[int, int] = OrderedDict()  # hash of all tokens up to the end of a block -> engine
 
-    def engine_of(self, prompt: Sequence[int]) -> int | None:
-        """That of the longest beginning; None: nothing of it is known."""
+    def engine_of(self, before: Hashable, prompt: Sequence[int]) -> int | None:
+        """That of the longest beginning; None: nothing of it is known. before: what else must be the same."""
         found = None
-        for key in self._keys(prompt):
+        for key in self._keys(before, prompt):
             if key not in self._engines:
                 break
             found = self._engines[key]
         return found
 
-    def add(self, prompt: Sequence[int], engine: int) -> None:
-        for key in self._keys(prompt):
+    def add(self, before: Hashable, prompt: Sequence[int], engine: int) -> None:
+        for key in self._keys(before, prompt):
             self._engines[key] = engine
             self._engines.move_to_end(key)
         while len(self._engines) > MAX_BLOCKS:
             self._engines.popitem(last=False)
 
-    def _keys(self, prompt: Sequence[int]) -> Iterator[int]:
-        key = 0
+    def _keys(self, before: Hashable, prompt: Sequence[int]) -> Iterator[int]:
+        key = hash(before)
         for end in range(BLOCK, len(prompt) + 1, BLOCK):
             key = hash((key, *prompt[end - BLOCK : end]))
             yield key
 
 
 class Replicas:
-    """As one EngineThread. A request goes to the engine with the fewest samples, or to the one that has seen the
-    longest beginning of its prompt, if that has at most MAX_MORE more. If one engine fails, all have."""
+    """As one EngineThread. A request goes to the engine with the fewest samples, or to the last one that got the
+    longest known beginning of its prompt, if that has at most MAX_MORE more. If one engine fails, all have."""
 
     def __init__(
         self,
@@ -118,12 +120,15 @@ class Replicas:
         numbers_open = [thread.num_open for thread in self._threads]
         check_room(sum(numbers_open), len(prompts) * sampling.n, self._max_requests)
         chosen = numbers_open.index(min(numbers_open))
-        if len(self._threads) > 1:
-            seen = self._beginnings.engine_of(prompts[0])
-            if seen is not None and numbers_open[seen] <= numbers_open[chosen] + MAX_MORE:
-                chosen = seen
-            self._beginnings.add(prompts[0], chosen)
-        return await self._threads[chosen].generate(prompts, sampling, deadline, client, images)
+        digests = [image.digest for image in images[0]] if images else []
+        beginning = (sampling.adapter, *digests)
+        # The log-probabilities of a prompt are computed, not found in a cache.
+        seen = None if sampling.prompt_logprobs is not None else self._beginnings.engine_of(beginning, prompts[0])
+        if seen is not None and numbers_open[seen] <= numbers_open[chosen] + MAX_MORE:
+            chosen = seen
+        generation = await self._threads[chosen].generate(prompts, sampling, deadline, client, images)
+        self._beginnings.add(beginning, prompts[0], chosen)
+        return generation
 
     async def load(self, source: Source) -> None:
         """New weights for all engines, between two of their steps, after they were checked. Raises NotReady, and
@@ -152,8 +157,7 @@ def engines_from_run(
     if mesh.data == 1:
         yield [_made(run_dir, mesh, step, serving, draft_run, adapters=adapters)]
         return
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        platform, num_devices = pool.submit(_devices, cpu_devices).result()
+    platform, num_devices = _counted_devices(cpu_devices)
     if -1 in mesh.sizes().values():
         mesh = mesh.resolve(num_devices)
     if mesh.num_devices > num_devices:
@@ -176,7 +180,7 @@ def engines_from_run(
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[device] for device in numbers)
                 numbers = range(size)
             given = (run_dir, one, step, serving, draft_run)
-            make = functools.partial(_made_on, numbers, cpu_devices, *given, adapters=adapters)
+            make = functools.partial(_made_on, numbers, cpu_devices, mesh.data, *given, adapters=adapters)
             engine = EngineProcess(f"engine {number}", make, environment)
             stack.callback(engine.close)
             engines.append(engine)
@@ -185,15 +189,29 @@ def engines_from_run(
         yield engines
 
 
-def _devices(cpu_devices: int) -> tuple[str, int]:
-    """-> (platform, number), in a process that ends and frees them."""
+def _counted_devices(cpu_devices: int) -> tuple[str, int]:
+    """-> (platform, number), of a process that ends and frees them."""
+    ours, other = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("spawn").Process(target=_count_devices, args=(other, cpu_devices))
+    process.start()
+    other.close()
+    try:
+        return ours.recv()
+    except EOFError:
+        raise ValueError("mesh.data: the devices cannot be counted; what JAX says about them is above") from None
+    finally:
+        process.join()
+
+
+def _count_devices(connection: Connection, cpu_devices: int) -> None:
     if cpu_devices:
         use_cpu_devices(cpu_devices)
-    return jax.default_backend(), jax.device_count()
+    connection.send((jax.default_backend(), jax.device_count()))
 
 
-def _made_on(numbers: range, cpu_devices: int, *arguments: Any, **options: Any) -> Engine:
+def _made_on(numbers: range, cpu_devices: int, num_engines: int, *arguments: Any, **options: Any) -> Engine:
     """In the process of an engine. numbers: of its devices."""
+    lowering.num_processes = math.ceil(lowering.num_processes / num_engines)  # of one machine
     if cpu_devices:
         use_cpu_devices(cpu_devices)
     return _made(*arguments, devices=jax.devices()[numbers.start : numbers.stop], **options)
