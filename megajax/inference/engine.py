@@ -9,6 +9,7 @@ submits requests and calls `step` until there is no work.
 import contextlib
 import functools
 import logging
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from megajax.data.tokenizers.tokenizer import Tokenizer
@@ -70,6 +72,10 @@ class _Call(NamedTuple):
     of_prompt: Logprobs | None = None
     of_beside: Drawn | None = None
 
+    def on_host(self) -> "_Call":
+        """Waits for the results."""
+        return _Call(self.work, *jax.tree.map(np.asarray, self[1:]))
+
 
 class Engine:
     def __init__(
@@ -111,6 +117,7 @@ class Engine:
             trained_length=trained_length,
         )
         self._calls: deque[_Call] = deque()
+        self._end_of_step = 0.0
         self.results = Results(self.scheduler, tokenizer)
         self._prompt_tokens = 0
 
@@ -315,17 +322,32 @@ class Engine:
 
     def step(self) -> list[Output]:
         """Starts the next call of the device, if there is work, and returns what the call before it generated."""
+        # What the caller does between two steps counts too.
+        begin = self._end_of_step if self._calls else time.perf_counter()
+        waited = 0.0
         while True:
             work = self.scheduler.next()
             if isinstance(work, Wait) and self._calls:
-                self.results.read(*self._calls.popleft())
+                waited += self._read()
             elif not isinstance(work, Wait):
                 break
         if work is not None:
             self._calls.append(self._start_call(work))
         if self._calls and (work is None or len(self._calls) > 1):
-            self.results.read(*self._calls.popleft())
+            waited += self._read()
+        self._end_of_step = time.perf_counter()
+        # On a CPU, starting a call is to compute it.
+        if isinstance(work, Decode) and self.platform != "cpu":
+            self.scheduler.host_took(self._end_of_step - begin - waited)
         return self.results.take()
+
+    def _read(self) -> float:
+        """The results of the oldest call -> seconds of waiting for them."""
+        begin = time.perf_counter()
+        call = self._calls.popleft().on_host()
+        seconds = time.perf_counter() - begin
+        self.results.read(*call)
+        return seconds
 
     def stats(self) -> Stats:
         scheduler = self.scheduler

@@ -5,9 +5,6 @@ import dataclasses
 from collections.abc import Sequence as Items
 from typing import Literal, NamedTuple
 
-import jax
-import numpy as np
-
 from megajax.data.tokenizers.tokenizer import Tokenizer, end_ids
 from megajax.inference.device.programs import Drawn
 from megajax.inference.scheduling.scheduler import Scheduler
@@ -102,14 +99,13 @@ class Results:
     def read(
         self, work: Prefill | Decode, drawn: Drawn, of_prompt: Logprobs | None = None, of_beside: Drawn | None = None
     ) -> None:
-        """Waits for the results of a call and hands them to its sequences."""
-        drawn, of_beside = jax.tree.map(np.asarray, (drawn, of_beside))
+        """Hands the results of a call, which are on the host, to its sequences."""
         if isinstance(work, Decode):
             return self._read_runs(work.runs, drawn)
         if of_beside is not None:
             self._read_runs(work.beside, of_beside)
         if of_prompt is not None:
-            self._read_prompt(work, jax.tree.map(np.asarray, of_prompt))
+            self._read_prompt(work, of_prompt)
         tokens_M = drawn.tokens.tolist()
         for number, chunk in enumerate(chunk for chunk in work.chunks if chunk.is_last):
             self._add(chunk.sequence, [tokens_M[number]], drawn, [(number,)])

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import re
+import time
 from types import SimpleNamespace
 
 import jax
@@ -167,6 +168,24 @@ def test_batched_equals_alone(engine_of, sampling):
     engine = engine_of("rope")
     together = engine.generate_tokens(PROMPTS, sampling)
     assert together == [engine.generate_tokens([prompt], sampling)[0] for prompt in PROMPTS]
+
+
+def test_the_scheduler_is_told_how_long_the_host_takes(engine_of, monkeypatch):
+    engine = engine_of("rope")
+    took = []
+    decode = engine.executor.decode
+
+    def decode_slowly(*arguments):
+        time.sleep(0.05)
+        return decode(*arguments)
+
+    monkeypatch.setattr(engine.scheduler, "host_took", took.append)
+    monkeypatch.setattr(engine.executor, "decode", decode_slowly)
+    engine.generate_tokens(PROMPTS[:1], GREEDY)
+    assert not took  # on a CPU
+    monkeypatch.setattr(Engine, "platform", "gpu")
+    engine.generate_tokens(PROMPTS[:1], GREEDY)
+    assert len(took) == 4 and min(took) > 0.05
 
 
 def test_seed_decides(engine_of):

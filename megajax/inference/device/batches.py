@@ -232,10 +232,11 @@ class Batches:
     def empty_decode(self, num_rows: int, num_pages: int) -> tuple[HostDecodeBatch, HostChooser]:
         return self._decode([], num_rows, num_pages)
 
-    def full_decode(self, num_rows: int, num_pages: int) -> tuple[HostDecodeBatch, HostChooser]:
-        """Rows that each have one token, of no sequence, to measure a call."""
+    def full_decode(self, num_rows: int, num_pages: int, num_steps: int) -> tuple[HostDecodeBatch, HostChooser]:
+        """Rows of no sequence, which go on for num_steps, at most a page, to measure a call."""
         batch, chooser = self.empty_decode(num_rows, num_pages)
         self._fill_rows(batch, 0)
+        batch.ends_B[:] = num_steps
         return batch, chooser
 
     def _fill_rows(self, batch: HostDecodeBatch, first_page: int) -> None:

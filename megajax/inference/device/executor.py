@@ -42,6 +42,7 @@ logger = logging.getLogger("megajax")
 TOO_MANY_FOR_MAILBOXES = 1024  # prompt tokens: 1,000 take 54 us, XLA's sum 62 (rows of 4,096); more were not measured
 # Less than programs need for their temporary arrays: Llama-3 8B 7 MiB with 2 rows, 110 with 32 and 880 with 256.
 SMALL_BYTES = 6 * 2**20
+TIMED_STEPS = 4  # of a call; a single one may take less than the host needs to start a call
 NO_MASK = np.zeros(0, np.uint32)  # in place of one that is sent apart
 
 
@@ -308,14 +309,20 @@ class Executor:
 
     def run_once(self, params: dict, batches: Batches, shapes: Shapes) -> CallSeconds:
         """Runs the programs of these shapes, and those that do not depend on them; compiles what is missing."""
+        num_steps = min(TIMED_STEPS, self._max_steps, self.sizes.page_size)
         steps = []
         for rows, pages in shapes.decode:
-            call = functools.partial(self.decode, params, *batches.full_decode(rows, pages), 1)
-            steps.append((rows, _period(call, 4)))
+            one, several = (
+                functools.partial(self.decode, params, *batches.full_decode(rows, pages, count), count)
+                for count in (1, num_steps)
+            )
+            _make_graph(one)
+            steps.append((rows, _period(several, 2) / num_steps))
         prefill = []
         for shape in shapes.prefill:
             call = functools.partial(self.prefill, params, *batches.full_prefill(*shape), False)
             if shape.rows_beside:
+                _make_graph(call)
                 prefill.append((shape.tokens, shape.rows_beside, _period(call, 2)))  # up to a second each
             else:
                 call()
@@ -329,11 +336,14 @@ class Executor:
         return CallSeconds(tuple(dict(steps).items()), tuple(prefill))
 
 
-def _period(call: Callable, count: int) -> float:
-    """Seconds from one call to the next, in sequence, so without what the host does while the device computes."""
-    # The first two calls of a program also make its CUDA graph: 23 and 31 ms instead of 7 and 11 (one H100).
+def _make_graph(call: Callable) -> None:
+    """The first two calls of a program also make its CUDA graph: 23 and 31 ms instead of 7 and 11 (one H100)."""
     for _ in range(2):
         jax.block_until_ready(call())
+
+
+def _period(call: Callable, count: int) -> float:
+    """Seconds from one call to the next, in sequence, so without what the host does while the device computes."""
     start = time.perf_counter()
     jax.block_until_ready([call() for _ in range(count)])
     return (time.perf_counter() - start) / count

@@ -34,8 +34,11 @@ from megajax.inference.scheduling.work import (
 )
 
 # Of a call that decodes: about what the host takes to prepare the next one, because a request that arrives waits for
-# the calls under way.
+# the calls under way. If the host takes longer, so do calls, up to the second number: else the device would wait.
 CALL_SECONDS = 0.006
+MOST_CALL_SECONDS = 0.02
+ALMOST = 0.1  # of a step: how much longer the host may take than a call
+AVERAGED = 16  # calls
 
 
 class Limits(NamedTuple):
@@ -90,6 +93,7 @@ class Scheduler:
         self.free_rows: list[int] = []
         self.use(limits)
         self._has_prefilled = False
+        self._host_seconds = 0.0
         self._states = states
         self._restored: list[Copy] = []
         """Since the last call with prompts."""
@@ -328,7 +332,12 @@ class Scheduler:
         seconds = self._step_seconds(num_rows)
         if not seconds:
             return self.limits.decode_steps
-        return max(min(round(CALL_SECONDS / seconds), self.limits.decode_steps), 1)
+        wanted = max(round(CALL_SECONDS / seconds), math.ceil(self._host_seconds / seconds - ALMOST))
+        return max(min(wanted, self.limits.decode_steps), 1)
+
+    def host_took(self, seconds: float) -> None:
+        """For a call that decodes: all that it did since the one before, without waiting for the device."""
+        self._host_seconds += (min(seconds, MOST_CALL_SECONDS) - self._host_seconds) / AVERAGED
 
     def _step_seconds(self, num_rows: int) -> float:
         """Of a step that decodes this many sequences; 0: not measured."""

@@ -233,6 +233,17 @@ def test_calls_of_slow_steps_have_fewer():
         assert scheduler.next().num_steps == num_steps
 
 
+def test_calls_take_as_long_as_the_host_needs_for_the_next_one():
+    limits = Limits(4, [64], num_chunks=4, chunk_pages=200, decode_steps=8, step_seconds=((4, 0.005),))
+    scheduler = Scheduler(PagePool(200, 2), limits)
+    submit(scheduler, [1] * 10, 300)
+    assert isinstance(scheduler.next(), Prefill)
+    for seconds, num_steps in ((0.004, 1), (0.0104, 2), (0.011, 3), (1.0, 4), (0.004, 1)):
+        for _ in range(200):
+            scheduler.host_took(seconds)
+        assert scheduler.next().num_steps == num_steps
+
+
 @pytest.mark.parametrize("first, second", [(Owner(0, 1), Owner(0, 2)), (Owner(0, 1), Owner(1, 2))])
 def test_the_first_sequence_of_another_request_does_not_wait_for_one_with_many(first, second):
     device = Device()
