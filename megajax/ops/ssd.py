@@ -1,8 +1,8 @@
-"""The selective state-space recurrence of Mamba-2 in chunks of matmuls, and the causal convolution before it
-(state-space duality: Dao and Gu 2024, https://arxiv.org/abs/2405.21060).
+"""The selective state-space recurrence of Mamba-2 in chunks of matmuls (state-space duality: Dao and Gu 2024,
+https://arxiv.org/abs/2405.21060).
 
-Dimensions: B batch, T sequence, H heads of width P, G groups of R = H / G heads, N width of the state, W taps of the
-convolution; I pieces of the sequence (parallel/context.py) of J chunks of Q tokens; t <= q are tokens of a chunk.
+Dimensions: B batch, T sequence, H heads of width P, G groups of R = H / G heads, N width of the state; I pieces of the
+sequence (parallel/context.py) of J chunks of Q tokens; t <= q are tokens of a chunk.
 
 A head has a state S [P, N], its group shares B and C [N] of each token:
 
@@ -250,89 +250,3 @@ def ssd_step(
     state = state_BHPN * decay_BH[..., None, None] + (dt_BH[..., None] * x)[..., None] * b_BHN[:, :, None]
     y = jnp.sum(state * c_BHN[:, :, None], -1) + skip_H.astype(dtype)[:, None] * x
     return y.astype(x_BHP.dtype), state
-
-
-# ----------------------------------------------------------------------------- convolution
-
-
-def causal_conv(
-    x_BT: jax.Array,
-    kernel_W: jax.Array,
-    bias: jax.Array | None,
-    *,
-    before_BI: jax.Array,
-    segments: tuple[jax.Array, jax.Array] | None = None,
-) -> jax.Array:
-    """silu(sum over w of kernel_w x_(t - W + 1 + w) + bias), each channel by itself -> [B, T, *channels].
-
-    x: [B, T, *channels]; kernel: [W, *channels]. before: [B, I, W - 1, *channels], the tokens before each piece, zeros
-    before the first. segments: int32 ([B, T], before [B, I, W - 1]), ids of documents: no token reads another's.
-    """
-    return _causal_conv(x_BT, kernel_W, bias, before_BI, segments)
-
-
-@jax.custom_vjp
-def _causal_conv(x, kernel, bias, before, segments):
-    return jax.nn.silu(_sum_of_taps(x, kernel, bias, before, segments)).astype(x.dtype)
-
-
-def _causal_conv_forward(*arguments):
-    return _causal_conv(*arguments), arguments
-
-
-def _causal_conv_backward(arguments, d_out):
-    """As automatic differentiation, except that the gradient before silu, which is read for each tap, is rounded to x's
-    dtype and stored once."""
-    x, kernel, bias, before, segments = arguments
-    kernel, d_out = lax.optimization_barrier((kernel, d_out))  # else XLA might keep the sum from the forward pass
-    total, transpose = jax.vjp(functools.partial(_sum_of_taps, segments=segments), x, kernel, bias, before)
-    (d_total,) = jax.vjp(jax.nn.silu, total)[1](d_out.astype(total.dtype))
-    d_total = lax.optimization_barrier(d_total.astype(x.dtype))
-    return *transpose(d_total.astype(total.dtype)), None
-
-
-_causal_conv.defvjp(_causal_conv_forward, _causal_conv_backward)
-
-
-def _sum_of_taps(x, kernel, bias, before, segments):
-    """What silu is applied to, [B, I, T / I, *channels], float32."""
-    pieces = x.reshape(x.shape[0], before.shape[1], -1, *x.shape[2:])
-    dtype = wide(x)
-    windows = _windows(pieces.astype(dtype), before.astype(dtype))
-    if segments is not None:
-        own, earlier = segments
-        own = own.reshape(pieces.shape[:3])
-        ids = _windows(own, earlier)
-        rank = (1,) * (x.ndim - 2)
-        windows = [jnp.where((i == own).reshape(*own.shape, *rank), w, 0) for w, i in zip(windows, ids, strict=True)]
-    return _weighted(windows, kernel, bias).reshape(x.shape)
-
-
-def convolved(windows: Sequence[jax.Array], kernel_W: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """silu(sum of windows[w] * kernel[w] + bias), in the dtype of the windows, with float32 inside. windows: W arrays
-    [..., *channels], the oldest token first."""
-    return jax.nn.silu(_weighted(windows, kernel_W, bias)).astype(windows[0].dtype)
-
-
-def _weighted(windows, kernel_W, bias) -> jax.Array:
-    dtype = wide(windows[0])
-    taps = zip(windows, kernel_W, strict=True)
-    total = jnp.asarray(sum(window.astype(dtype) * tap.astype(dtype) for window, tap in taps))
-    return total if bias is None else total + bias.astype(dtype)
-
-
-def _windows(pieces_BIT: jax.Array, before_BI: jax.Array) -> list[jax.Array]:
-    """W arrays like pieces: for each token those W - 1, ..., 0 before it. before: [B, I, W - 1, ...]."""
-    width = before_BI.shape[2] + 1
-
-    def padded(array, low, high):
-        padding = [(low, high, 0) if axis == 2 else (0, 0, 0) for axis in range(array.ndim)]
-        return lax.pad(array, jnp.zeros((), array.dtype), padding)
-
-    # Sums of padded arrays, not slices of joined ones: XLA would store the joined array.
-    length = pieces_BIT.shape[2]
-    windows = []
-    for back in range(width - 1, 0, -1):
-        earlier = before_BI[:, :, width - 1 - back :]
-        windows.append(padded(pieces_BIT, back, -back) + padded(earlier, 0, length - back))
-    return [*windows, pieces_BIT]

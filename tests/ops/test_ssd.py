@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.ops.ssd import causal_conv, ssd, ssd_step, time_steps
+from megajax.ops.ssd import ssd, ssd_step, time_steps
 
 B, T, H, P, N, W = 2, 24, 4, 3, 5, 4
 # Documents that end inside a chunk, at its border, and after one token.
@@ -150,42 +150,3 @@ def test_time_steps_are_limited():
     dt = jnp.asarray([[-20.0, 0.0, 20.0]])
     np.testing.assert_allclose(time_steps(dt, jnp.zeros(3), (0.0, None)), np.logaddexp(0, dt), rtol=1e-6)
     np.testing.assert_allclose(time_steps(dt, jnp.ones(3), (0.1, 5.0)), [[0.1, np.log1p(np.e), 5.0]], rtol=1e-6)
-
-
-def test_convolution_reads_the_last_tokens_of_its_document():
-    """Value and gradients, with and without documents, in pieces stored in another order."""
-    rng = np.random.default_rng(1)
-    arrays = rng.normal(size=(B, T, 6)), rng.normal(size=(W, 6)), rng.normal(size=6)
-    d_y = rng.normal(size=(B, T, 6))
-    pieces = (0, 3, 1, 2)
-    order = np.arange(T).reshape(4, -1)[list(pieces)].ravel()
-
-    def expected(x, kernel, bias, ids):
-        total = bias
-        for back in range(W):
-            is_read = (np.arange(T) >= back) & (np.roll(ids, back, 1) == ids)
-            total += jnp.where(is_read[..., None], jnp.roll(x, back, 1) * kernel[W - 1 - back], 0)
-        return total / (1 + jnp.exp(-total))
-
-    def before(array):
-        padded = jnp.concatenate([jnp.zeros_like(array[:, : W - 1]), array], 1)
-        return jnp.stack([padded[:, n * 6 : n * 6 + W - 1] for n in pieces], 1)
-
-    def found(x, kernel, bias, ids):
-        segments = (jnp.asarray(ids[:, order]), before(jnp.asarray(ids))) if ids.any() else None
-        y = causal_conv(x[:, order], kernel, bias, before_BI=before(x), segments=segments)
-        return y[:, order.argsort()]
-
-    @jax.jit
-    def both(*arrays):
-        results = []
-        for ids in (np.zeros((B, T), np.int32), STARTS.cumsum(1).astype(np.int32)):
-            for function in (found, expected):
-                y, vjp = jax.vjp(functools.partial(function, ids=ids), *arrays)
-                results.append((y, vjp(jnp.asarray(d_y))))
-        return results
-
-    with jax.enable_x64(True):
-        whole, expected_whole, packed, expected_packed = both(*map(jnp.asarray, arrays))
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-10)
-    jax.tree.map(close, (whole, packed), (expected_whole, expected_packed))

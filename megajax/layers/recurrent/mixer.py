@@ -27,7 +27,7 @@ from megajax.layers.linear import Linear, side_by_side
 from megajax.layers.recurrent.cache import Inputs, Runs, Sizes, SlotStates, map_inputs
 from megajax.mesh.config import MeshConfig
 from megajax.mesh.sharding import constrain
-from megajax.ops.ssd import causal_conv, convolved
+from megajax.ops.causal_conv import causal_conv, convolved
 from megajax.parallel.context import ContextMethod, before_pieces, current_pieces
 from megajax.parameters import weight
 
@@ -292,7 +292,7 @@ class RecurrentMixer(nnx.Module):
         def conv(array, conv, axis):
             axes = (axis, None)
             before = before_pieces(array, taps, pieces, axes)
-            out = causal_conv(array, *conv.parameters(), before_BI=before, segments=segments)
+            out = causal_conv(array, *conv.parameters(), before_BI=before, segments=segments, axes=axes)
             return checkpoint_name(constrain(out, "batch", "time", *axes), self.config.names.convolved)
 
         read = map_inputs(conv, read, self.convs(), Inputs("heads", "kv_heads", "kv_heads"))
