@@ -64,7 +64,7 @@ def estimates() -> list[Estimate]:
 def summary(found: list[Estimate]) -> str:
     errors = [100 * estimate.error for estimate in found]
     return (
-        f"For {len(found)} steps measured on one and on four GPUs, the estimated time was between "
+        f"For {len(found)} steps measured on one, two and four GPUs, the estimated time was between "
         f"{-min(errors):.0f} % too short and {max(errors):.0f} % too long"
     )
 

@@ -8,7 +8,7 @@ over 0 <= back < W, without tokens of other documents. With g_t = d_out_t silu'(
     d_kernel_(W - 1 - back) = sum over t of g_t x_(t - back)
 
 Dimensions: S sequences of T tokens, C channels, W taps. bfloat16 or float16; all between loads and stores is float32.
-A block is a warpgroup with up to 512 channels, four of a thread; it goes through a tile of tokens with the W - 1 tokens
+A block is a warpgroup with up to 256 channels, two of a thread; it goes through a tile of tokens with the W - 1 tokens
 before in registers, and loads eight tokens before it uses the first. In the backward pass a tile ends W - 1 tokens
 later, because its last gradients need them, and has its own part of the sums for kernel and bias; XLA adds the parts.
 Bytes: 4 S T C forward, 6 S T C backward, and 4 (W + 1) C per tile.
@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.reductions import strided
 
 LINE = 128  # channels
-LINES = (4, 2, 1)  # of a block, the most that divide the channels
+LINES = (2, 1)  # of a block, the most that divide the channels
 AT_ONCE = 8  # tokens that are loaded together
 TILES = (64, 32, 16, 8)  # tokens of a block, the most that divide a sequence
 MAX_TAPS = 4
