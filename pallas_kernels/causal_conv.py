@@ -153,7 +153,8 @@ def backward(
 class _Token(NamedTuple):
     row: jax.Array
     """Its channels in this block, float32."""
-    id: jax.Array | None
+    id: Any
+    """Of its document; None: there is only one."""
 
 
 class _Block:
