@@ -79,8 +79,8 @@ class MambaMixerConfig(RecurrentMixerConfig):
     @property
     def inside(self) -> int:
         """Of ops/ssd.py: the weights of the tokens of a chunk, computed twice, and their gradient; inputs in chunks,
-        states and products with them."""
-        return 3 * self.sizes.num_heads * self.section.chunk + 7 * self.sizes.inner_dim
+        states and products with them; copies of these in other layouts."""
+        return 6 * self.sizes.num_heads * self.section.chunk + 10 * self.sizes.inner_dim
 
     def build(self, rngs: nnx.Rngs) -> "Mamba":
         return Mamba(self, rngs=rngs)
