@@ -173,6 +173,9 @@ def _chunks(x_BTD, head_DV, bias_V, of_tokens, options: CrossEntropyOptions, wit
         reason = _kernel_problem(head_DV, bias_V, of_tokens, options)
         log_choice("cross-entropy", f"XLA ({reason})" if reason else "one kernel (pallas_kernels/cross_entropy.py)")
         chunk = _chunk if reason else _chunk_in_one_kernel
+    width = head_DV.shape[1]
+    if chunk is _chunk_in_one_kernel:
+        head_DV = jnp.pad(head_DV, ((0, 0), (0, _missing_columns(width))))
     given = dict(head=options.logits.products(head_DV), bias_V=bias_V, options=options, with_gradients=with_gradients)
     step = functools.partial(chunk, **given)
 
@@ -188,7 +191,10 @@ def _chunks(x_BTD, head_DV, bias_V, of_tokens, options: CrossEntropyOptions, wit
     if count > 1:
         (loss, d_matrices), others = lax.scan(scan_step, (loss, d_matrices), tuple(a[1:] for a in chunks))
         d_x = jnp.concatenate([d_x[None], others]) if with_gradients else None
-    return loss, d_x.reshape(x_BTD.shape) if with_gradients else None, d_matrices
+    if not with_gradients:
+        return loss, None, d_matrices
+    d_head, d_bias = d_matrices
+    return loss, d_x.reshape(x_BTD.shape), (None if d_head is None else d_head[:, :width], d_bias)
 
 
 def _kernel_problem(head_DV, bias_V, of_tokens, options: CrossEntropyOptions) -> str:
@@ -209,7 +215,15 @@ def _kernel_problem(head_DV, bias_V, of_tokens, options: CrossEntropyOptions) ->
     # Not at the top: only Hopper needs it, and it takes time to import.
     from pallas_kernels import cross_entropy as kernel
 
-    return kernel.problem(head_DV.shape[1], head_DV.dtype)
+    width = head_DV.shape[1]
+    return kernel.problem(width + _missing_columns(width), head_DV.dtype)
+
+
+def _missing_columns(width: int) -> int:
+    """Of zeros, up to a width that the kernel takes: they have no probability and no gradient."""
+    from pallas_kernels import cross_entropy as kernel
+
+    return -width % kernel.LINE
 
 
 def _chunk_in_one_kernel(
