@@ -85,15 +85,18 @@ _causal_conv.defvjp(_causal_conv_forward, _causal_conv_backward)
 
 
 def _has_kernel(x, kernel, before, axes) -> bool:
+    reason = compat.mosaic_problem() or _kernel_problem(x, kernel, before, axes)
+    log_choice("convolution", f"XLA ({reason})" if reason else "our kernels (pallas_kernels/causal_conv.py)")
+    return not reason
+
+
+def _kernel_problem(x, kernel, before, axes) -> str:
     from pallas_kernels import causal_conv as kernels
 
     sizes = free_axes()
     shards = [sizes[axis] for entry in _specs(x, kernel, before, axes)[0][2:] for axis in axes_of(entry)]
     channels = math.prod(x.shape[2:]) // math.prod(shards)
-    length = x.shape[1] // before.shape[1]
-    reason = compat.mosaic_problem() or kernels.problem(length, channels, kernel.shape[0], x.dtype)
-    log_choice("convolution", f"XLA ({reason})" if reason else "our kernels (pallas_kernels/causal_conv.py)")
-    return not reason
+    return kernels.problem(x.shape[1] // before.shape[1], channels, kernel.shape[0], x.dtype)
 
 
 def _specs(x, kernel, before, axes) -> tuple:

@@ -317,7 +317,7 @@ class Executor:
                 for count in (1, num_steps)
             )
             _make_graph(one)
-            steps.append((rows, _period(several, 2) / num_steps))
+            steps.append((rows, _period(several, max(4 // num_steps, 2)) / num_steps))
         prefill = []
         for shape in shapes.prefill:
             call = functools.partial(self.prefill, params, *batches.full_prefill(*shape), False)

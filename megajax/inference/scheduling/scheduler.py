@@ -37,8 +37,8 @@ from megajax.inference.scheduling.work import (
 # the calls under way. If the host takes longer, so do calls, up to the second number: else the device would wait.
 CALL_SECONDS = 0.006
 MOST_CALL_SECONDS = 0.02
-ALMOST = 0.1  # of a step: how much longer the host may take than a call
-AVERAGED = 16  # calls
+TOLERATED_STEPS = 0.1  # by which the host may take longer than a call
+SMOOTHING_CALLS = 16  # of the mean of what the host takes
 
 
 class Limits(NamedTuple):
@@ -94,6 +94,7 @@ class Scheduler:
         self.use(limits)
         self._has_prefilled = False
         self._host_seconds = 0.0
+        self._overlaps = False  # the host prepares a decoding call while the one before it runs
         self._states = states
         self._restored: list[Copy] = []
         """Since the last call with prompts."""
@@ -304,7 +305,8 @@ class Scheduler:
 
     def _decode(self, decoding: list[Sequence]) -> Decode | Wait:
         is_constrained = _is_constrained(decoding)
-        needs_newest = self.limits.draft_tokens or is_constrained
+        needs_newest = bool(self.limits.draft_tokens) or is_constrained
+        self._overlaps = not needs_newest
         if needs_newest and any(sequence.num_pending for sequence in decoding):
             return Wait()
         drafts = self._drafts(decoding)
@@ -332,12 +334,15 @@ class Scheduler:
         seconds = self._step_seconds(num_rows)
         if not seconds:
             return self.limits.decode_steps
-        wanted = max(round(CALL_SECONDS / seconds), math.ceil(self._host_seconds / seconds - ALMOST))
+        of_host = math.ceil(self._host_seconds / seconds - TOLERATED_STEPS)
+        wanted = max(round(CALL_SECONDS / seconds), min(of_host, int(MOST_CALL_SECONDS / seconds)))
         return max(min(wanted, self.limits.decode_steps), 1)
 
     def host_took(self, seconds: float) -> None:
-        """For a call that decodes: all that it did since the one before, without waiting for the device."""
-        self._host_seconds += (min(seconds, MOST_CALL_SECONDS) - self._host_seconds) / AVERAGED
+        """For a call that decodes: from the end of the step before to the end of this one, without waiting for results.
+        Ignored where a call needs the results of the one before."""
+        if self._overlaps:
+            self._host_seconds += (min(seconds, MOST_CALL_SECONDS) - self._host_seconds) / SMOOTHING_CALLS
 
     def _step_seconds(self, num_rows: int) -> float:
         """Of a step that decodes this many sequences; 0: not measured."""

@@ -67,7 +67,9 @@ def test_a_measured_call_has_tokens_that_write_to_slots_of_their_own():
     pages = set((batch.slots_T // PAGE).tolist())
     assert len(set(batch.slots_T.tolist())) == shape.tokens and pages == set(range(-(-shape.tokens // PAGE)))
     assert (batch.upper_T == np.arange(shape.tokens) + 1).all() and not batch.lower_T.any()
-    for decoding in (beside.batch, batches.full_decode(128, 128, 1)[0]):
+    several, _ = batches.full_decode(128, 128, 3)
+    assert set((several.ends_B - several.positions_B).tolist()) == {3}
+    for decoding in (beside.batch, several):
         assert len(set(decoding.table_BP[:, 0].tolist())) == 128 and (decoding.ends_B > decoding.positions_B).all()
     assert not pages & set(beside.batch.table_BP[:, 0].tolist())
 
