@@ -235,14 +235,13 @@ class Batches:
     def full_decode(self, num_rows: int, num_pages: int, num_steps: int) -> tuple[HostDecodeBatch, HostChooser]:
         """Rows of no sequence, which go on for num_steps, at most a page, to measure a call."""
         batch, chooser = self.empty_decode(num_rows, num_pages)
-        self._fill_rows(batch, 0)
-        batch.ends_B[:] = num_steps
+        self._fill_rows(batch, 0, num_steps)
         return batch, chooser
 
-    def _fill_rows(self, batch: HostDecodeBatch, first_page: int) -> None:
+    def _fill_rows(self, batch: HostDecodeBatch, first_page: int, num_steps: int) -> None:
         number_B = np.arange(len(batch.tokens_B), dtype=np.int32)
         batch.tokens_B[:] = number_B % self.vocab_size
-        batch.ends_B[:] = 1
+        batch.ends_B[:] = num_steps
         batch.table_BP[:, 0] = (first_page + number_B) % self.sizes.num_pages
 
     # ------------------------------------------------------------------ prompts
@@ -289,7 +288,7 @@ class Batches:
         batch.lower_T[num_used * size :] = num_used * size
         batch.table_P[:num_used] = np.arange(num_used)
         if beside is not None:
-            self._fill_rows(beside.batch, num_used)
+            self._fill_rows(beside.batch, num_used, 1)
         return batch, chooser, beside
 
     def _beside(self, runs: Items[Run], num_rows: int) -> HostBeside | None:

@@ -248,15 +248,14 @@ def test_calls_take_as_long_as_the_host_needs_for_the_next_one():
 def test_calls_that_wait_for_the_one_before_do_not_become_longer():
     limits = Limits(4, [64], num_chunks=4, chunk_pages=200, decode_steps=8, draft_tokens=2, step_seconds=((4, 0.005),))
     scheduler = Scheduler(PagePool(200, 2), limits)
-    request = submit(scheduler, [1] * 10, 300)
+    (sequence,) = submit(scheduler, list(range(10)), 300).sequences  # nothing to guess from
     assert isinstance(scheduler.next(), Prefill)
-    request.sequences[0].num_pending = 0
-    request.sequences[0].tokens.append(2)
-    for _ in range(3):
-        scheduler.host_took(0.015)
+    for number in range(3):
+        sequence.num_pending = 0
+        sequence.tokens.append(20 + number)
         assert scheduler.next().num_steps == 1
-        request.sequences[0].num_pending = 0
-        request.sequences[0].tokens.append(3)
+        for _ in range(200):
+            scheduler.host_took(0.015)
 
 
 @pytest.mark.parametrize("first, second", [(Owner(0, 1), Owner(0, 2)), (Owner(0, 1), Owner(1, 2))])
