@@ -287,7 +287,7 @@ class Executor:
 
     # ------------------------------------------------------------------ warm-up
 
-    @property
+    @functools.cached_property
     def asks_for_graphs(self) -> bool:
         """Whether XLA is asked to make decoding programs CUDA graphs."""
         return IN_GRAPHS in decode_options(self._model, {}, self.mesh, 1, has_mailboxes=self._mailboxes is not None)
