@@ -269,17 +269,17 @@ def cudnn_attention_problem() -> str:
 
 
 def cudnn_attention_forward(
-    q_BTNH, k_BSKH, v_BSKH, bias_B1TS=None, *, scale: float, window: int | None, causal: bool = True
+    q_BTNH, k_BSKH, v_BSKH, bias_BNTS=None, *, scale: float, window: int | None, causal: bool = True
 ):
     """Attention by cuDNN -> (out [B,T,N,H] in q's dtype, log-sum-exp [B,N,T] float32).
 
-    bias: added to the scores, in q's dtype; it gets no gradient. window: with causal only.
+    bias: added to the scores, in q's dtype, [B or 1, N or 1, T, S]. window: with causal only.
     """
     return _cudnn_module().dot_product_attention(
         q_BTNH,
         k_BSKH,
         v_BSKH,
-        bias_B1TS,
+        bias_BNTS,
         scale=scale,
         mask_type=_cudnn_mask(causal),
         sliding_window_length=window,
@@ -288,22 +288,22 @@ def cudnn_attention_forward(
 
 
 def cudnn_attention_backward(
-    q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, d_out_BTNH, bias_B1TS=None, *, scale: float, window: int | None,
-    causal: bool = True,
+    q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, d_out_BTNH, bias_BNTS=None, *, scale: float, window: int | None,
+    causal: bool = True, learns_bias: bool = False,
 ):  # fmt: skip
     """Gradients (dq, dk, dv) of cudnn_attention_forward, from its own (out, log-sum-exp), or from those of attention to
-    a larger set of keys that includes these."""
+    a larger set of keys that includes these, and d_bias if it learns: as the bias, summed over rows that share it."""
     module = _cudnn_module()
     unused = jnp.zeros(0, q_BTNH.dtype)
-    has_bias = bias_B1TS is not None
-    residuals = (q_BTNH, k_BSKH, v_BSKH, bias_B1TS if has_bias else unused, *(unused,) * 6, lse_BNT, out_BTNH)
-    variadic_args = (has_bias, False)  # a bias, but no gradient for it
+    has_bias = bias_BNTS is not None
+    residuals = (q_BTNH, k_BSKH, v_BSKH, bias_BNTS if has_bias else unused, *(unused,) * 6, lse_BNT, out_BTNH)
+    variadic_args = (has_bias, learns_bias)
     mask_type = _cudnn_mask(causal)
     layout = module._normalize_layout("BTNH").value
-    gradients = module._dot_product_attention_bwd_rule(
+    gradients: Any = module._dot_product_attention_bwd_rule(
         scale, 42, 0.0, variadic_args, mask_type, layout, window, True, False, residuals, d_out_BTNH
     )
-    return gradients[:3]
+    return gradients[: 3 + learns_bias]
 
 
 # ----------------------------------------------------------------------------- the equations of a jaxpr

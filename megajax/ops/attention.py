@@ -61,8 +61,8 @@ def attention(
         supports it.
     sinks: float32 [N]; adds a key per head with this score and no value, which takes its share of the softmax
         (gpt-oss). Works with any backend: it scales the output, using the log-sum-exp.
-    bias: float32 [N, T, S]; added to the scores of every row (T5's relative positions). It gets a gradient. Only the
-        reference supports it.
+    bias: float32 [N, T, S]; added to the scores of every row (T5's relative positions), by cuDNN in q's dtype. It gets
+        a gradient. Our kernels do not support it.
     segments: int32 ([B, T], [B, S]); a query attends only to keys of its own segment (packed documents).
     blocks: int32 [B, T], of queries and keys; a token also sees the later ones of adjacent tokens with its number above
         0 (the tokens of an image: Gemma 3; those of a prefix). What is earlier than a window allows stays unseen.
@@ -170,14 +170,19 @@ class _Sequences(Pairs):
         return key_bounds(self.q_BTNH, self.k_BSKH, segments, self.options.mask, blocks)
 
     def bias(self) -> tuple[jax.Array | None, dict]:
-        """0 within a document, a huge negative number elsewhere; shared by all heads and layers."""
+        """What is added, or 0, within a document, a huge negative number elsewhere; shared by all layers."""
         mask = self.options.mask
         masks = dict(causal=mask.is_causal, window=mask.reach)
         segments = self.arrays[0]
-        if segments is None:
-            return None, masks
-        same = segments[0][:, None, :, None] == segments[1][:, None, None, :]
-        return jnp.where(same, 0.0, MASKED_SCORE).astype(self.q_BTNH.dtype), masks
+        added = None if self.added is None else self.added[None]
+        if segments is not None:
+            same = segments[0][:, None, :, None] == segments[1][:, None, None, :]
+            added = jnp.where(same, 0.0 if added is None else added, MASKED_SCORE)
+        return None if added is None else added.astype(self.q_BTNH.dtype), masks
+
+    @property
+    def learns_bias(self) -> bool:
+        return self.added is not None
 
     def reference(self, q, k, v) -> tuple[jax.Array, jax.Array]:
         return self._formula(q, k, v, self.added)

@@ -84,9 +84,14 @@ class Pairs:
         raise NotImplementedError
 
     def bias(self) -> tuple[jax.Array | None, dict]:
-        """(what is added to the scores, [B or 1, 1, T, S] in the dtype of the queries; the masks besides: causal and
-        window)."""
+        """(what is added to the scores, [B or 1, N or 1, T, S] in the dtype of the queries; the masks besides: causal
+        and window)."""
         raise NotImplementedError
+
+    @property
+    def learns_bias(self) -> bool:
+        """Whether the bias gets a gradient, [N, T, S]."""
+        return False
 
     def reference(self, q, k, v) -> tuple[jax.Array, jax.Array]:
         """The plain formula -> (out, log-sum-exp [B, N, T] float32)."""
@@ -142,7 +147,7 @@ class Cudnn(Backend):
         heads = (inputs.head_dim, inputs.value_dim)
         is_latent = heads == self.LATENT_HEADS
         mask = inputs.options.mask
-        needs_bias = inputs.is_packed or (inputs.is_split and mask not in (FULL, CAUSAL))
+        needs_bias = inputs.has_bias or inputs.is_packed or (inputs.is_split and mask not in (FULL, CAUSAL))
         capability = compat.compute_capability()
         version = compat.cudnn_version()
         return {
@@ -155,6 +160,7 @@ class Cudnn(Backend):
             _described(heads): not is_latent and (heads[0] != heads[1] or heads[0] > 128 or heads[0] % 8 != 0),
             f"cuDNN {version}": is_latent and (version or 0) < self.LATENT_VERSION,
             "a bias with values of another head dim": is_latent and needs_bias,  # not tried
+            "a bias of an odd number of tokens": inputs.has_bias and inputs.length % 2 != 0,
             f"mask {mask}": mask not in (FULL, CAUSAL & window(mask.reach)) and not inputs.is_split,
             "soft cap": inputs.options.soft_cap is not None,
             "blocks of tokens": inputs.has_blocks,
@@ -169,8 +175,11 @@ class Cudnn(Backend):
 
     def backward(self, q, k, v, out, lse, d_out, pairs):
         bias, masks = pairs.bias()
-        arrays = (q, k, v, out, lse, d_out, bias)
-        return _marked(compat.cudnn_attention_backward(*arrays, scale=pairs.options.scale, **masks), q)
+        masks |= dict(scale=pairs.options.scale, learns_bias=pairs.learns_bias)
+        found = compat.cudnn_attention_backward(q, k, v, out, lse, d_out, bias, **masks)
+        if pairs.learns_bias:
+            found = (*found[:3], found[3].sum(0, dtype=jnp.float32))
+        return _marked(found, q)
 
 
 class TransformerEngine(Cudnn):
@@ -222,6 +231,7 @@ class Pallas(Backend):
         mask = inputs.options.mask
         # It takes the segments of the queries for those of the keys.
         others = {"keys of another sequence": inputs.keys == "other", f"mask {mask}": not mask.is_interval}
+        others |= {"bias": inputs.has_bias}
         reasons = _only_the_reference(inputs) | others
         return compat.mosaic_problem() or self._kernel_problem(inputs) or _first(reasons)
 
@@ -306,7 +316,6 @@ def _only_the_reference(inputs: Inputs) -> dict[str, bool]:
         "key-value cache": inputs.keys == "cache",
         "dropout": inputs.options.dropout > 0,
         "ALiBi": inputs.has_slopes,
-        "bias": inputs.has_bias,
     }
 
 

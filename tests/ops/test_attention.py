@@ -137,33 +137,38 @@ def test_value_and_gradients_equal_the_formula_in_a_pipeline_stage(on_stages):
         jax.tree.map(CLOSE, stage, wanted())
 
 
-@pytest.mark.parametrize("name", ["causal", "full, packed", "packed", "packed, window", "window, sinks"])
+@pytest.mark.parametrize(
+    "name",
+    ["causal", "full, packed", "packed", "packed, window", "window, sinks", "bias", "other keys, padded"],
+)
 def test_cudnn_gets_what_the_formula_says(name, make_test_mesh, monkeypatch, stand_in):
-    """With grouped queries and documents kept apart by a bias: in the cuDNN call of jax 0.10.2, segment offsets take
-    keys for as many heads as queries. cuDNN needs a GPU: its meaning stands for it here, tests/gpu has the real one."""
+    """With grouped queries, relative positions, and documents kept apart by a bias: in the cuDNN call of jax 0.10.2,
+    segment offsets take keys for as many heads as queries. cuDNN needs a GPU: its meaning stands for it here, tests/gpu
+    has the real one."""
 
     def forward(q, k, v, bias=None, *, scale, window, causal):
         k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
         scores = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * scale
-        distance = np.arange(T)[:, None] - np.arange(T)
+        distance = np.arange(T)[:, None] - np.arange(k.shape[1])
         visible = ((distance >= 0) | (not causal)) & (distance < (window or T))
         scores = jnp.where(visible, scores if bias is None else scores + bias, -jnp.inf)
         out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, -1), v, precision="highest")
         return out, jax.nn.logsumexp(scores, -1)
 
-    def backward(q, k, v, out, lse, d_out, bias=None, **options):
+    def backward(q, k, v, out, lse, d_out, bias=None, *, learns_bias, **options):
         """As cuDNN: the probabilities come from the log-sum-exp that it is given."""
         for got, want in zip((out, lse), forward(q, k, v, bias, **options), strict=True):
             assert jax.typeof(got) == jax.typeof(want)
 
-        def of_all_keys(q, k, v):
+        def of_all_keys(q, k, v, bias):
             found, found_lse = forward(q, k, v, bias, **options)
             total = jnp.logaddexp(found_lse, lax.stop_gradient(beside))
             return found * jnp.exp(found_lse - total).swapaxes(1, 2)[..., None]
 
         own = forward(q, k, v, bias, **options)[1]
         beside = jnp.log(jnp.maximum(jnp.exp(lse) - jnp.exp(own), 1e-30))  # what others have of the softmax
-        return jax.vjp(of_all_keys, q, k, v)[1](d_out)
+        bias = compat.vary(bias, compat.varying_axes(q))  # the gradient is that of the rows of this device
+        return jax.vjp(of_all_keys, q, k, v, bias)[1](d_out)[: 3 + learns_bias]
 
     stand_in(Cudnn)
     monkeypatch.setattr(compat, "cudnn_attention_forward", forward)

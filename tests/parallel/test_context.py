@@ -122,9 +122,9 @@ def cudnn_forward(q, k, v, bias=None, *, scale, window, causal):
     return jnp.einsum("bnts,bsnh->btnh", jnp.exp(scores - lse[..., None]), v, precision="highest"), lse
 
 
-def cudnn_backward(q, k, v, out, lse, d_out, bias=None, *, scale, window, causal):
+def cudnn_backward(q, k, v, out, lse, d_out, bias=None, *, scale, window, causal, learns_bias=False):
     """By the log-sum-exp that is given, of all keys."""
-    assert window is None
+    assert window is None and not learns_bias
     einsum = functools.partial(jnp.einsum, precision="highest")
     scores = einsum("btnh,bsnh->bnts", q, k) * scale
     if causal:
