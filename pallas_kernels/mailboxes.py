@@ -1,18 +1,19 @@
 """Sums and concatenations of arrays of all GPUs of a host, each in one kernel, which may be in any CUDA graph.
 
-Each GPU writes its array into a mailbox on every other GPU, and reads what they wrote into its own, as in the
-"one-shot" all-reduces of other libraries. NCCL's and XLA's own (jaxlib 0.11.2) cannot be in a graph with a loop, and
-XLA's are launched by the host between other kernels.
+Each GPU has a mailbox, memory into which the others write. NCCL's and XLA's own kernels (jaxlib 0.11.2) cannot be in a
+graph with a loop, and XLA's are launched by the host between other kernels.
 
-Of a small array each 4 bytes are written with the number of the round beside them, so that a thread that reads a pair
-knows whether it has come (NCCL's "LL" protocol): one way over NVLink. Of a larger one a block writes all of its part,
-then a flag, and waits for the flags of the others.
+Of a small array each GPU writes each 4 bytes into every other mailbox, with the number of the round beside them, so
+that a thread that reads a pair knows whether it has come (NCCL's "LL" protocol): one way over NVLink. A mailbox has two
+places for them, used in turn, so a GPU that is ahead never overwrites what another one still reads.
 
-A mailbox has two slots for each GPU, used in turn. So a GPU that is ahead never overwrites what another one still
-reads: it writes into a slot again after all have written what comes in between. An array that is larger than a slot
-takes several rounds. All GPUs have to run the same kernels with the same shapes in the same order, one at a time, and
-to start the first of a program when each has all of it: one that waits, and another one that cannot start before, would
-wait for ever. After a minute of waiting a kernel fails.
+Of a larger one it writes where the array is. Each block waits until the same block of the others has done so, reads its
+part of all arrays over NVLink, and waits until the others have read theirs, since what comes next may overwrite it (as
+the "one-shot" all-reduces of other libraries). All arrays have to be in memory that all GPUs reach.
+
+All GPUs have to run the same kernels with the same shapes in the same order, one at a time, and to start the first of a
+program when each has all of it: one that waits, and another one that cannot start before, would wait for ever. After a
+minute of waiting a kernel fails.
 
 Dimensions: N GPUs.
 """
@@ -30,18 +31,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, scf
 
-MOST_BLOCKS = 128  # each has its own counts of rounds, flags and part of a slot, so not all have to take part
+MOST_BLOCKS = 128  # each has its own counts of rounds, flags and addresses, so not all have to take part
 THREADS = 128
 VECTOR_BYTES = 16
 FLAG_BYTES = 4
+ADDRESS_BYTES = 8
 MOST_WAITING = 15  # times 4.3 s
 
 FEW_VECTORS = MOST_BLOCKS * THREADS  # of a small array: one of a thread
 FEW_SLOT_BYTES = FEW_VECTORS * 2 * VECTOR_BYTES
 
-MOST_UNROLLED = 4  # of a larger one
-SLOT_VECTORS = 1024  # of a block
-SLOT_BYTES = MOST_BLOCKS * SLOT_VECTORS * VECTOR_BYTES
+MOST_LOADS = 16  # of a thread, in flight: of a larger array, from all GPUs together
 
 
 class _Layout:
@@ -49,9 +49,10 @@ class _Layout:
 
     def __init__(self, num_gpus: int):
         self.few_slots = 0
-        self.slots = self.few_slots + 2 * num_gpus * FEW_SLOT_BYTES
-        self.flags = self.slots + 2 * num_gpus * SLOT_BYTES
-        self.count = self.flags + num_gpus * MOST_BLOCKS * FLAG_BYTES
+        self.addresses = self.few_slots + 2 * num_gpus * FEW_SLOT_BYTES
+        self.began = self.addresses + num_gpus * MOST_BLOCKS * ADDRESS_BYTES
+        self.ended = self.began + num_gpus * MOST_BLOCKS * FLAG_BYTES
+        self.count = self.ended + num_gpus * MOST_BLOCKS * FLAG_BYTES
         self.few_count = self.count + MOST_BLOCKS * FLAG_BYTES
         self.size = self.few_count + MOST_BLOCKS * FLAG_BYTES
 
@@ -99,7 +100,7 @@ def _exchanged(
         blocks = -(-num_vectors // THREADS)
         exchange = functools.partial(_exchange_few, addresses.shape[0], num_vectors, store)
     else:
-        blocks = min(-(-num_vectors // (THREADS * MOST_UNROLLED)), MOST_BLOCKS)
+        blocks = MOST_BLOCKS
         exchange = functools.partial(_exchange, addresses.shape[0], num_vectors, blocks, store)
 
     def body(x_ref, table_ref, out_ref):
@@ -182,48 +183,52 @@ def _exchange(num_gpus: int, num_vectors: int, blocks: int, store: Callable, _, 
     thread = given.thread
     block = given.block
     rank = given.rank
-    block_vectors = -(-num_vectors // blocks)
-    num_rounds = -(-block_vectors // SLOT_VECTORS)
-    round_vectors = -(-block_vectors // num_rounds)
-    is_other = [arith.cmpi(arith.CmpIPredicate.ne, rank, _number(number)) for number in range(num_gpus)]
     of_block = arith.muli(block, _number(FLAG_BYTES))
-    flags = _sum(_number(layout.flags), of_block)  # in a mailbox: of each GPU
     count = _sum(given.own, _number(layout.count), of_block)
-    before = _loaded(_i32(), count)
-    end_of_block = arith.minui(arith.muli(_sum(block, _number(1)), _number(block_vectors)), _number(num_vectors))
+    epoch = _sum(_loaded(_i32(), count), _number(1, _i32()))
+    # A thread for each of the others.
+    is_one = arith.cmpi(arith.CmpIPredicate.ult, thread, _number(num_gpus))
+    is_one = arith.andi(is_one, arith.cmpi(arith.CmpIPredicate.ne, thread, rank))
+    by_rank = _sum(arith.muli(rank, _number(MOST_BLOCKS)), block)
+    by_thread = _sum(arith.muli(thread, _number(MOST_BLOCKS)), block)
 
-    with _loop(_number(0), _number(num_rounds), 1) as number:
-        epoch = _sum(before, arith.trunci(_i32(), number), _number(1, _i32()))
-        turn = arith.muli(arith.extui(_i64(), arith.andi(epoch, _number(1, _i32()))), _number(num_gpus * SLOT_BYTES))
-        first = _sum(arith.muli(block, _number(block_vectors)), arith.muli(number, _number(round_vectors)))
-        end = arith.minui(_sum(first, _number(round_vectors)), end_of_block)
-        # Where the vectors of this round are in a slot, counted from the first of all vectors.
-        in_slot = arith.muli(arith.subi(arith.muli(block, _number(SLOT_VECTORS)), first), _number(VECTOR_BYTES))
-        slots = _sum(_number(layout.slots), turn, in_slot)
-        vectors = functools.partial(_vectors, first, end, thread, round_vectors)
+    def meet(flags: int) -> None:
+        """Returns when this block of all GPUs has come here."""
+        here, there = (_sum(_number(flags), arith.muli(by, _number(FLAG_BYTES))) for by in (by_thread, by_rank))
+        _set_flag(_sum(given.mailbox(thread), there), epoch)
+        _wait_for(_sum(given.own, here), epoch)
 
-        for group in vectors():
-            values = [_loaded(_vector(), _sum(given.x, offset), VECTOR_BYTES) for _, offset in group]
-            for other, mailbox in zip(is_other, given.mailboxes, strict=True):
-                with mgpu.when(other):
-                    slot = _sum(mailbox, slots, arith.muli(rank, _number(SLOT_BYTES)))
-                    for (_, offset), value in zip(group, values, strict=True):
-                        _store(value, _sum(slot, offset))
-        gpu.barrier()
-        # A thread for each of the others.
-        is_one = arith.cmpi(arith.CmpIPredicate.ult, thread, _number(num_gpus))
-        with mgpu.when(arith.andi(is_one, arith.cmpi(arith.CmpIPredicate.ne, thread, rank))):
-            _set_flag(_sum(given.mailbox(thread), flags, arith.muli(rank, _number(MOST_BLOCKS * FLAG_BYTES))), epoch)
-            _wait_for(_sum(given.own, flags, arith.muli(thread, _number(MOST_BLOCKS * FLAG_BYTES))), epoch)
-        gpu.barrier()
-        for group in vectors():
-            for vector, offset in group:
-                mine = _sum(given.x, offset)
-                theirs = [_sum(given.own, slots, _number(by * SLOT_BYTES), offset) for by in range(num_gpus)]
-                sources = [arith.select(other, slot, mine) for other, slot in zip(is_other, theirs, strict=True)]
-                store(given.out, vector, [_loaded(_vector(), source, VECTOR_BYTES) for source in sources])
+    with mgpu.when(is_one):
+        place = _sum(_number(layout.addresses), arith.muli(by_rank, _number(ADDRESS_BYTES)))
+        llvm.store(given.x, _at(_sum(given.mailbox(thread), place)), alignment=ADDRESS_BYTES)
+        meet(layout.began)
+    gpu.barrier()
+    sources = []
+    for number in range(num_gpus):
+        place = _sum(
+            _number(layout.addresses + number * MOST_BLOCKS * ADDRESS_BYTES), arith.muli(block, _number(ADDRESS_BYTES))
+        )
+        is_own = arith.cmpi(arith.CmpIPredicate.eq, rank, _number(number))
+        sources.append(arith.select(is_own, given.x, _loaded(_i64(), _sum(given.own, place), ADDRESS_BYTES)))
+
+    block_vectors = -(-num_vectors // blocks)
+    first = arith.muli(block, _number(block_vectors))
+    end = arith.minui(_sum(first, _number(block_vectors)), _number(num_vectors))
+    unrolled = max(min(-(-block_vectors // THREADS), MOST_LOADS // num_gpus), 1)
+    with _loop(_sum(first, thread), end, THREADS * unrolled) as vector:
+        places = [_sum(vector, _number(THREADS * number)) for number in range(unrolled)]
+        # The last vector takes the place of those beyond the end.
+        places = [arith.minui(place, arith.subi(end, _number(1))) for place in places]
+        offsets = [arith.muli(place, _number(VECTOR_BYTES)) for place in places]
+        loaded = [[_loaded(_vector(), _sum(source, offset), VECTOR_BYTES) for source in sources] for offset in offsets]
+        for place, values in zip(places, loaded, strict=True):
+            store(given.out, place, values)
+
+    gpu.barrier()
+    with mgpu.when(is_one):
+        meet(layout.ended)
     with mgpu.when(arith.cmpi(arith.CmpIPredicate.eq, thread, _number(0))):
-        llvm.store(_sum(before, _number(num_rounds, _i32())), _at(count), alignment=FLAG_BYTES)
+        llvm.store(epoch, _at(count), alignment=FLAG_BYTES)
 
 
 def _store_sum(out, vector, values) -> None:
@@ -243,18 +248,8 @@ def _store_all(row_vectors: int, out, vector, values) -> None:
         _store(value, _sum(out, arith.muli(place, _number(VECTOR_BYTES))))
 
 
-def _vectors(first, end, thread, most: int):
-    """Groups of (vector, bytes before it) that a thread handles, of the `most` from `first` up to `end`: the body of a
-    loop over them. The last vector takes the place of those beyond the end; what is done with it is done again."""
-    unrolled = max(min(-(-most // THREADS), MOST_UNROLLED), 1)
-    with _loop(_sum(first, thread), end, THREADS * unrolled) as vector:
-        places = [_sum(vector, _number(THREADS * number)) for number in range(unrolled)]
-        places = [arith.minui(place, arith.subi(end, _number(1))) for place in places]
-        yield [(place, arith.muli(place, _number(VECTOR_BYTES))) for place in places]
-
-
 def _set_flag(address, epoch) -> None:
-    """After all that the block has written."""
+    """After all that the block has read and written."""
     _assembly("st.release.sys.global.u32 [$0], $1;", "l,r,~{memory}", [address, epoch])
 
 
