@@ -51,12 +51,25 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, epsilon: float) 
 def gated_rms_norm(x: jax.Array, gate: jax.Array, scale: jax.Array, num_groups: int, epsilon: float) -> jax.Array:
     """rms_norm of x * silu(gate) over each of `num_groups` equal parts of the channels (Dao and Gu 2024) -> x's dtype.
 
-    x, gate [..., *C], scale [*C]. x, gate and the statistics are saved for the backward pass.
+    x, gate [B, T, H, P], scale [H, P]. x, gate and, without the kernel, the statistics are saved for the backward pass.
     """
     return _gated_forward(x, gate, scale, num_groups, epsilon)[0]
 
 
 def _gated_forward(x, gate, scale, num_groups, epsilon):
+    groups = _groups_for_kernel(x, num_groups)
+    if groups:
+
+        def body(x, gate, scale):
+            from pallas_kernels import norm as kernel
+
+            rows = (a.reshape(-1, scale.size // groups) for a in (x, gate))
+            normed = kernel.gated_forward(*rows, scale.reshape(groups, -1), epsilon=epsilon)
+            return compat.vary(normed, compat.varying_axes(x)).reshape(x.shape)
+
+        spec, of_scale = _gated_specs(x)
+        return manual(body, (spec, spec, of_scale), spec)(x, gate, scale), (x, gate, scale, None)
+
     gated = x.astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
     parts = gated.reshape(*x.shape[: x.ndim - scale.ndim], num_groups, -1)
     inverse_rms = lax.rsqrt(jnp.mean(parts * parts, -1, keepdims=True) + epsilon)
@@ -65,8 +78,10 @@ def _gated_forward(x, gate, scale, num_groups, epsilon):
 
 
 def _gated_backward(num_groups, epsilon, residuals, d_out):
-    """Two passes over x, gate and d_out: the mean of each part, then all gradients."""
+    """Without the kernel two passes over x, gate and d_out: the mean of each part, then all gradients."""
     x, gate, scale, inverse_rms = residuals
+    if inverse_rms is None:
+        return _gated_backward_by_kernel(x, gate, scale, d_out, num_groups, epsilon)
     x32 = x.astype(jnp.float32)
     d_out32 = d_out.astype(jnp.float32)
     activated, through_silu = jax.vjp(jax.nn.silu, gate.astype(jnp.float32))
@@ -81,7 +96,45 @@ def _gated_backward(num_groups, epsilon, residuals, d_out):
     return *lax.optimization_barrier((d_x, d_gate.astype(gate.dtype))), d_scale.astype(scale.dtype)
 
 
+def _gated_backward_by_kernel(x, gate, scale, d_out, num_groups, epsilon):
+    groups = _groups_for_kernel(x, num_groups)
+    spec, of_scale = _gated_specs(x)
+    split_over = tuple(axis for entry in spec[:2] for axis in axes_of(entry))
+
+    def body(x, gate, scale, d_out):
+        from pallas_kernels import norm as kernel
+
+        rows = (a.reshape(-1, scale.size // groups) for a in (x, gate, d_out))
+        found = kernel.gated_backward(*rows, scale.reshape(groups, -1), epsilon=epsilon)
+        d_x, d_gate, parts = compat.vary(found, compat.varying_axes(x))
+        d_scale = lax.psum(jnp.sum(parts, 0), split_over).reshape(scale.shape)
+        return d_x.reshape(x.shape), d_gate.reshape(x.shape), d_scale
+
+    run = manual(body, (spec, spec, of_scale, spec), (spec, spec, of_scale))
+    d_x, d_gate, d_scale = run(x, gate, scale, d_out)
+    return d_x, d_gate, d_scale.astype(scale.dtype)
+
+
 gated_rms_norm.defvjp(_gated_forward, _gated_backward)
+
+
+def _gated_specs(x) -> tuple[P, P]:
+    """Of x and gate, and of the scale."""
+    spec = activation_spec(x.shape, ("batch", "time", "heads", None))
+    return spec, P(*spec[2:])
+
+
+def _groups_for_kernel(x, num_groups: int) -> int:
+    """Groups of a device, each of which is a row of the kernel; 0: XLA computes the norm."""
+    sizes = free_axes()
+    spec, of_scale = _gated_specs(x)
+    split, heads = (math.prod(sizes[axis] for entry in each for axis in axes_of(entry)) for each in (spec, of_scale))
+    width = math.prod(x.shape[2:]) // num_groups
+    reason = compat.mosaic_problem() or _kernel_problem(x.size // width // split, width, x.dtype)
+    if not reason and num_groups % heads:
+        reason = "a group on several devices"
+    log_choice("gated norm", f"XLA ({reason})" if reason else "our kernel (pallas_kernels/norm.py)")
+    return 0 if reason else num_groups // heads
 
 
 @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable, static_argnums=3)

@@ -62,6 +62,24 @@ def test_kernel_matches_plain_norm(rows, width, kind, summed, caplog):
     assert np.max(jax.tree.leaves(errors)) < 1.5 * 2**-9, errors  # np.max, as max hides NaN
 
 
+@pytest.mark.parametrize(("heads", "num_groups"), [(24, 1), (80, 1), (128, 8), (24, 4)])
+def test_kernel_of_a_gated_norm_matches_the_plain_one(heads, num_groups, caplog):
+    keys = jax.random.split(jax.random.key(0), 4)
+    draw = lambda key: jax.random.normal(key, (2, 520, heads, 64), jnp.bfloat16)
+    x, gate, d_out = (draw(key) for key in keys[:3])
+    scale = 1 + jax.random.normal(keys[3], (heads, 64)) / 2
+
+    def value_and_gradients(given, d_out):
+        out, vjp = jax.vjp(lambda *given: norm.gated_rms_norm(*given, num_groups, EPSILON), *given)
+        return out, vjp(d_out)
+
+    results = jax.jit(value_and_gradients)((x, gate, scale), d_out)
+    assert [record.getMessage() for record in caplog.records] == ["gated norm: our kernel (pallas_kernels/norm.py)"]
+    in_float32 = jax.tree.map(lambda a: a.astype(jnp.float32), ((x, gate, scale), d_out))
+    errors = jax.tree.map(relative_error, results, jax.jit(value_and_gradients)(*in_float32))
+    assert np.max(jax.tree.leaves(errors)) < 1.5 * 2**-9, errors
+
+
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 def test_decoder_with_the_kernel_matches_float32_without(kind, one_gpu, caplog):
     config = DecoderConfig(

@@ -3,6 +3,7 @@ by XLA and by the kernel; and the kernel, interpreted, equals its formula."""
 
 import functools
 import logging
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -148,22 +149,60 @@ def test_norm_of_heads_and_its_gradients_equal_the_formula(make_test_mesh):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=3e-5), found, wanted)
 
 
-def test_gated_norm_and_its_gradients_equal_the_formula():
-    x, gate, d_out, scale = np.random.default_rng(0).standard_normal((4, B, T, 4, 2)).astype(np.float32)
-    scale = scale[0, 0]
+GATED = (B, T, 4, 32)
+
+
+def gated_arguments(dtype=np.float32):
+    """x, gate, scale, and the gradient of the norm."""
+    x, gate, d_out = np.random.default_rng(0).standard_normal((3, *GATED)).astype(np.float32)
+    return x.astype(dtype), gate.astype(dtype), 1 + x[0, 0] / 2, d_out.astype(dtype)
+
+
+def both_gated(x, gate, scale, d_out, *, num_groups=2):
+    """(the norm, gradients) of the formula, in float32, and ours."""
 
     def formula(x, gate, scale):
-        parts = (x * gate / (1 + jnp.exp(-gate))).reshape(B, T, 2, -1)
+        parts = (x * gate / (1 + jnp.exp(-gate))).reshape(B, T, num_groups, -1)
         normed = parts / jnp.sqrt((parts**2).mean(-1, keepdims=True) + EPSILON)
         return normed.reshape(x.shape) * scale
 
-    @jax.jit
-    def both(*inputs):
-        ops = (formula, lambda *inputs: gated_rms_norm(*inputs, 2, EPSILON))
-        pairs = [jax.vjp(op, *inputs) for op in ops]
-        return [(y, vjp(d_out)) for y, vjp in pairs]
+    def value_and_gradients(op, *inputs):
+        y, vjp = jax.vjp(op, *inputs)
+        return y, vjp(d_out.astype(y.dtype))
 
-    wanted, found = both(x, gate, scale)
+    ours = functools.partial(gated_rms_norm, num_groups=num_groups, epsilon=EPSILON)
+    wide = (a.astype(jnp.float32) for a in (x, gate, scale))
+    return value_and_gradients(formula, *wide), value_and_gradients(ours, x, gate, scale)
+
+
+def test_gated_norm_and_its_gradients_equal_the_formula():
+    wanted, found = jax.jit(both_gated)(*gated_arguments())
+    jax.tree.map(CLOSE, found, wanted)
+
+
+@pytest.mark.parametrize("sizes", [dict(data=2, fsdp=2, tensor=2), dict(data=2, context=2, expert=2)], ids=str)
+def test_gated_norm_by_the_kernel_equals_the_formula_on_a_mesh(sizes, make_test_mesh, monkeypatch):
+    """With a stand-in, which gets the rows of a device, the groups of each token one after the other."""
+
+    def forward(x_RD, gate_RD, scale_GD, *, epsilon):
+        s = (x_RD * jax.nn.silu(gate_RD)).reshape(-1, *scale_GD.shape)
+        return (s / jnp.sqrt((s**2).mean(-1, keepdims=True) + epsilon) * scale_GD).reshape(x_RD.shape)
+
+    def backward(x_RD, gate_RD, d_normed_RD, scale_GD, *, epsilon):
+        scale_GD = compat.vary(scale_GD, compat.varying_axes(x_RD))  # the gradient is that of the rows of this device
+        each = jnp.tile(scale_GD, (len(x_RD) // len(scale_GD), 1))
+        of_rows = lambda x, gate, scale: jax.vmap(functools.partial(forward, epsilon=epsilon))(
+            x[:, None], gate[:, None], scale[:, None]
+        )[:, 0]
+        d_x, d_gate, d_scale = jax.vjp(of_rows, x_RD, gate_RD, each)[1](d_normed_RD)
+        return d_x, d_gate, d_scale.reshape(-1, *scale_GD.shape)
+
+    monkeypatch.setattr(compat, "mosaic_problem", lambda: "")
+    monkeypatch.setattr(kernel, "problem", lambda *_: "")
+    monkeypatch.setattr(kernel, "gated_forward", forward)
+    monkeypatch.setattr(kernel, "gated_backward", backward)
+    with jax.set_mesh(make_test_mesh(**sizes)):
+        wanted, found = jax.jit(both_gated)(*gated_arguments())
     jax.tree.map(CLOSE, found, wanted)
 
 
@@ -216,8 +255,8 @@ def interpreted_kernel(monkeypatch, interpreter):
     monkeypatch.setattr(plgpu, "layout_cast", lambda x, layout: x)
     monkeypatch.setattr(compat, "mosaic_problem", lambda: "")
     monkeypatch.setattr(kernel, "problem", lambda *_: "")
-    monkeypatch.setattr(kernel, "forward", functools.partial(kernel.forward, interpret=interpreter))
-    monkeypatch.setattr(kernel, "backward", functools.partial(kernel.backward, interpret=interpreter))
+    for name in ("forward", "backward", "gated_forward", "gated_backward"):
+        monkeypatch.setattr(kernel, name, functools.partial(getattr(kernel, name), interpret=interpreter))
 
 
 # Forward 8 blocks of 2 rows, 6 of 2, and 6 of one; backward 4 blocks of 4, 2 of 6, and one of 6, two fetched ahead.
@@ -238,11 +277,26 @@ def test_interpreted_kernel_equals_the_formula(shape, warpgroups, interpreted_ke
     check_bfloat16(shape, make_test_mesh())
 
 
+@pytest.mark.parametrize("num_groups", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_interpreted_kernel_of_a_gated_norm_equals_the_formula(
+    num_groups, interpreted_kernel, make_test_mesh, monkeypatch
+):
+    monkeypatch.setattr(kernel, "NUM_SMS", 2)
+    monkeypatch.setattr(sys.modules[__name__], "GATED", (1, 16, 4, 64 * num_groups // 2))
+    monkeypatch.setattr(sys.modules[__name__], "B", 1)
+    x, gate, scale, d_out = gated_arguments(jnp.bfloat16)
+    with jax.set_mesh(make_test_mesh()):
+        wanted, found = both_gated(x, gate, scale, d_out, num_groups=num_groups)
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
+        assert np.linalg.norm(got - want) < 4e-3 * np.linalg.norm(want)
+
+
 PROGRAM = """
 import jax, jax.numpy as jnp
 from jax.sharding import NamedSharding
 from megajax.mesh.config import MeshConfig, make_mesh
-from megajax.ops.norm import residual_norm
+from megajax.ops.norm import gated_rms_norm, residual_norm
 from megajax.mesh.sharding import activation_spec
 from megajax.planning.plan import devices_without_gpu, plan_device
 
@@ -272,11 +326,25 @@ def layers(x, scale):
 with jax.set_mesh(mesh):
     text = jax.jit(jax.grad(layers, (0, 1))).lower(rows, vector).as_text()
 print("three layers", text.count("custom_call @mosaic_gpu"))
+
+def gated(x, gate, scale, d_out):
+    y, vjp = jax.vjp(lambda *inputs: gated_rms_norm(*inputs, num_groups, 1e-5), x, gate, scale)
+    return y, vjp(d_out)
+
+for heads, num_groups in ((24, 2), (80, 2), (128, 8)):
+    with jax.set_mesh(mesh):
+        spec = activation_spec((4, 64, heads, 64), ("batch", "time", "heads", None))
+        x = jax.ShapeDtypeStruct((4, 64, heads, 64), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        scale = jax.ShapeDtypeStruct((heads, 64), jnp.float32)
+        text = jax.jit(gated).lower(x, x, scale, x).compile().as_text()
+    print("gated", heads, text.count('custom_call_target="mosaic_gpu'))
 """
 
 
 @pytest.mark.cuda_wheels
 def test_kernel_compiles_for_hopper_on_a_mesh(compile_for_hopper):
-    *each, layers = (line.split() for line in compile_for_hopper(PROGRAM))
-    assert len(each) == 16 and {line[-1] for line in each} == {"2"}  # forward, backward
+    lines = [line.split() for line in compile_for_hopper(PROGRAM)]
+    each, layers, gated = lines[:16], lines[16], lines[17:]
+    assert {line[-1] for line in each} == {"2"}  # forward, backward
     assert layers[-1] == "2"  # lowering a kernel takes 0.2 s
+    assert [line[-1] for line in gated] == ["2"] * 3
