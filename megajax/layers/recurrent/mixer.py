@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from megajax.layers.attention.kv_cache import PoolSizes
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Activation, BranchConfig, Flops, Terms
-from megajax.layers.linear import Linear, side_by_side
+from megajax.layers.linear import Linear
 from megajax.layers.recurrent.cache import Inputs, Runs, Sizes, SlotStates, map_inputs
 from megajax.mesh.config import MeshConfig
 from megajax.mesh.sharding import constrain
@@ -242,7 +242,7 @@ class RecurrentMixer(nnx.Module):
         training.
         """
         names = self.config.names
-        gate_BTHP, read, gates = self._project(x_BTD, has_gradient=cache is None)
+        gate_BTHP, read, gates = self._project(x_BTD)
         if cache is None:
             y_BTHP = self._mix(read, gates, inputs.get("segment_ids"))
         else:
@@ -251,28 +251,15 @@ class RecurrentMixer(nnx.Module):
         hidden = constrain(self.normed(y_BTHP, gate_BTHP), "batch", "time", "heads", None)
         return self.out(checkpoint_name(hidden, names.hidden)), cache, Terms()
 
-    def _project(self, x_BTD: jax.Array, *, has_gradient: bool) -> tuple[jax.Array, Inputs[jax.Array], Any]:
+    def _project(self, x_BTD: jax.Array) -> tuple[jax.Array, Inputs[jax.Array], Any]:
         """-> (gate, Inputs, gates of the heads)."""
-        D = self.config.embed_dim
-        sizes = self.sizes
-        name = self.config.names.projected
-        linears = self.inputs()
-        pair = (D, 1, sizes.inner_dim)
-        wide = side_by_side(x_BTD, (self.gate, linears.x), pair, axis=1, has_gradient=has_gradient)
-        wide = checkpoint_name(constrain(wide, "batch", "time", None, "mlp"), name)
-        pair = (D, 1, sizes.num_groups * sizes.state_dim)
-        shared = side_by_side(x_BTD, (linears.b, linears.c), pair, axis=1, has_gradient=has_gradient)
-        shared = checkpoint_name(shared, name)
-        per_head = [checkpoint_name(getattr(self, gate)(x_BTD), name) for gate in self.gate_names]
-
-        def part(joined, number, size, axis):
-            y = joined[:, :, number].reshape(*x_BTD.shape[:2], -1, size)
-            return constrain(y, "batch", "time", axis, None)
-
-        gate_BTHP = part(wide, 0, sizes.head_dim, "heads")
-        x_BTHP = part(wide, 1, sizes.head_dim, "heads")
-        b_BTGN = part(shared, 0, sizes.state_dim, "kv_heads")
-        c_BTGN = part(shared, 1, sizes.state_dim, "kv_heads")
+        linears = (self.gate, *self.inputs(), *(getattr(self, name) for name in self.gate_names))
+        # One product for each: the kernels of the convolution and the norm take whole arrays, not parts of one.
+        projected = [checkpoint_name(linear(x_BTD), self.config.names.projected) for linear in linears]
+        axes = ("heads", "heads", "kv_heads", "kv_heads")
+        wide = [constrain(y, "batch", "time", axis, None) for y, axis in zip(projected, axes, strict=False)]
+        gate_BTHP, x_BTHP, b_BTGN, c_BTGN = wide
+        per_head = projected[len(wide) :]
         gates = self.gates(*(constrain(gate_BTH, "batch", "time", "heads") for gate_BTH in per_head))
         return gate_BTHP, Inputs(x_BTHP, b_BTGN, c_BTGN), gates
 
