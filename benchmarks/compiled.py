@@ -31,6 +31,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "llama3_8b_8layers": (),
     "llama3_8b": (),
     "llama3_8b_fp8": ("--model.num_layers=2", "--mesh.fsdp=2", "--mesh.tensor=4"),
+    "gpt_175b": ("--model.num_layers=2", "--mesh.fsdp=2", "--training.global_batch_size=2"),  # one sequence at a time
     "gpt3_7b": ("--model.num_layers=8",),  # all 32 layers compile in 30 s and give the same result
     "gpt3_7b_pipeline": ("--model.num_layers=8", "--mesh.virtual_stages=2"),
     "llama3_8b_128k": ("--model.num_layers=4",),

@@ -17,13 +17,15 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from megajax.layers.transform import Transform
-from megajax.mesh.sharding import constrain, weight_spec
+from megajax.mesh.sharding import between_blocks, constrain, weight_spec
 from megajax.ops import matmul as ops
 from megajax.ops.grouped_matmul import GroupedWeight
 from megajax.ops.low_precision import low_precision_matmul
 from megajax.ops.mailboxes import summed_matmul
 from megajax.parameters import LAYER_AXES, Parameter, Role, weight
 from megajax.precision import Recipe
+
+RESIDUAL = ("embed",)  # the axes of the residual stream as inputs or outputs of a matrix
 
 
 class Matrix(nnx.Module):
@@ -90,6 +92,8 @@ class Linear(Matrix):
             y = _low_precision(x, self.recipe, (self,), (w,), 0, self.num_inputs)
         else:
             y = summed_matmul(x, w, self.num_inputs, self.record.axes)
+            if y.ndim == 3 and self.record.axes[self.num_inputs :] == RESIDUAL:
+                y = between_blocks(y)
         return self.add_bias(self.changed(x, y))
 
     def multiplied(self) -> ops.Weight:
@@ -245,8 +249,7 @@ def _low_precision(
     x, recipe: Recipe, linears: Sequence[Linear], weights: Sequence[ops.Weight], axis: int, num_contracted: int
 ):
     axes = linears[0].record.axes
-    residual = ("embed",)
-    gathered = (axes[:num_contracted] == residual, len(linears) == 1 and axes[num_contracted:] == residual)
+    gathered = (axes[:num_contracted] == RESIDUAL, len(linears) == 1 and axes[num_contracted:] == RESIDUAL)
     return low_precision_matmul(x, weights, axis, num_contracted, recipe, gathered)
 
 

@@ -18,6 +18,7 @@ from megajax.mesh.current import free_axes, has_mesh, mailbox_addresses, manual
 BATCH_AXES = ("data", "fsdp", "expert")
 TIME_AXES = ("context",)  # split the sequence everywhere
 SEQUENCE_AXES = ("tensor",)  # also split it between blocks (sequence parallelism)
+SEQUENCES = (*BATCH_AXES, *SEQUENCE_AXES)  # split the batch between blocks, where there are enough sequences
 HEAD_AXES = ("tensor",)
 
 WEIGHT_AXES: dict[str | None, tuple[str, ...]] = {
@@ -120,18 +121,34 @@ def activation_spec(shape: Sequence[int], axes: Sequence[str | None]) -> P:
     """PartitionSpec of an activation on the current mesh.
 
     A mesh axis that does not divide its dim is left out: one token of a decoding step cannot be split over `tensor`.
-    (This does not happen in training: Config.check refuses such sizes.)
+    (This does not happen in training: Config.check refuses such sizes.) Where there are enough sequences, `tensor`
+    splits them instead of each sequence between blocks, so that parts which are gathered and scattered are contiguous.
     """
     sizes = free_axes()
+    dims = dict(zip(axes, shape, strict=True))
+    names = ACTIVATION_AXES
+
+    def divide(names: Sequence[str], dim: int) -> bool:
+        return dim % math.prod(sizes.get(name, 1) for name in names) == 0
+
+    if "sequence" in dims:
+        if mailbox_addresses() is not None:
+            names = names | {"sequence": TIME_AXES}
+        elif divide(SEQUENCES, dims["batch"]) and divide(names["sequence"], dims["sequence"]):
+            names = names | {"batch": SEQUENCES, "sequence": TIME_AXES}
     spec = []
     for dim, axis in zip(shape, axes, strict=True):
         kept: tuple[str, ...] = ()
-        is_whole = axis == "sequence" and mailbox_addresses() is not None
-        for name in ACTIVATION_AXES["time" if is_whole else axis]:
-            if name in sizes and dim % (math.prod(sizes[k] for k in kept) * sizes[name]) == 0:
+        for name in names[axis]:
+            if name in sizes and divide((*kept, name), dim):
                 kept += (name,)
         spec.append(entry_of(kept))
     return P(*spec)
+
+
+def split_dim(spec: P, whole: P) -> int | None:
+    """The first dim that spec splits in another way than whole, of tokens: where `tensor` splits them."""
+    return next((dim for dim, (one, other) in enumerate(zip(spec, whole, strict=False)) if one != other), None)
 
 
 def rows_spec(*axes: str | None) -> P:
@@ -147,6 +164,15 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     if not has_mesh():
         return x
     return jax.lax.with_sharding_constraint(x, activation_spec(x.shape, axes))
+
+
+def between_blocks(y_BTD: jax.Array) -> jax.Array:
+    """A product that is summed over `tensor`, sharded like the residual stream.
+
+    The sums themselves are constrained, too. Without that, XLA (jaxlib 0.11.2) scatters them only as parts of
+    sequences, and, of a single sequence, gathers the gradient for each of the two products that read it.
+    """
+    return constrain(constrain(y_BTD, "batch", "time", None), "batch", "sequence", None)
 
 
 def replicated(tree):

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.mesh import compat
 from megajax.mesh.current import manual
-from megajax.mesh.sharding import SEQUENCE_AXES, activation_spec, constrain
+from megajax.mesh.sharding import SEQUENCE_AXES, activation_spec, constrain, split_dim
 from megajax.ops.choice import log_choice
 from megajax.ops.low_precision import log_format
 from megajax.ops.vocabulary import MAX_CHUNK_BYTES, VOCAB_AXES, LogitOptions, chunk_logits, layout_of, num_chunks
@@ -128,7 +128,7 @@ def _run(
     """-> (loss, (dx sharded as batch, sequence; dhead, or None; dbias)), or (loss, None)."""
     tokens, split_over, sharing, head_spec, bias_spec = layout_of(labels_BT)
     sequence = activation_spec(x_BTD.shape, ("batch", "sequence", None))
-    scatter = sequence[1] != tokens[1]
+    scattered = split_dim(sequence, tokens)
 
     def body(x_BTD, head_DV, bias_V, *of_tokens):
         if sharing:
@@ -137,8 +137,8 @@ def _run(
         loss = lax.psum(losses, split_over)
         if not with_gradients:
             return loss
-        if scatter:
-            d_x = lax.psum_scatter(d_x, SEQUENCE_AXES, scatter_dimension=1, tiled=True)
+        if scattered is not None:
+            d_x = lax.psum_scatter(d_x, SEQUENCE_AXES, scatter_dimension=scattered, tiled=True)
             d_x = lax.psum(d_x, SUMMED_WHOLE)
         else:
             d_x = lax.psum(d_x, VOCAB_AXES)

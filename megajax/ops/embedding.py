@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from megajax.mesh.current import free_axes, manual
-from megajax.mesh.sharding import SEQUENCE_AXES, WEIGHT_AXES, activation_spec, axes_of, local_weight_spec
+from megajax.mesh.sharding import SEQUENCE_AXES, WEIGHT_AXES, activation_spec, axes_of, local_weight_spec, split_dim
 from megajax.ops.mailboxes import is_summed, summed
 
 TABLE_AXES = WEIGHT_AXES["vocab"]
@@ -43,15 +43,15 @@ def _forward(table_VD, tokens_BT, dtype):
     tokens_spec = activation_spec(tokens_BT.shape, ("batch", "time"))
     out_spec = activation_spec(shape, ("batch", "sequence", None))
     other_axes, token_axes = _width_axes(tokens_spec)
-    scatter = out_spec[1] != tokens_spec[1]
-    in_mailboxes = not scatter and is_summed(shape, dtype)
+    scattered = split_dim(out_spec, tokens_spec)
+    in_mailboxes = scattered is None and is_summed(shape, dtype)
 
     def body(table_Vd, tokens_BT):
         tokens_PBT = _tokens_of_all(tokens_BT, token_axes)
         local, inside = _local_rows(tokens_PBT, table_Vd.shape[0])
         rows_PBTd = jnp.where(inside[..., None], table_Vd[jnp.where(inside, local, 0)].astype(dtype), 0)
-        if scatter:
-            rows_PBTd = lax.psum_scatter(rows_PBTd, SEQUENCE_AXES, scatter_dimension=2, tiled=True)
+        if scattered is not None:
+            rows_PBTd = lax.psum_scatter(rows_PBTd, SEQUENCE_AXES, scatter_dimension=1 + scattered, tiled=True)
             rows_PBTd = lax.psum(rows_PBTd, SUMMED_WHOLE)
         elif in_mailboxes:
             rows_PBTd = summed(rows_PBTd)
@@ -76,7 +76,7 @@ def _backward(dtype, residuals, d_out_BTD):
     tokens_spec = activation_spec(tokens_BT.shape, ("batch", "time"))
     d_out_spec = activation_spec(d_out_BTD.shape, ("batch", "sequence", None))
     other_axes, token_axes = _width_axes(tokens_spec)
-    gather = d_out_spec[1] != tokens_spec[1]
+    gathered = split_dim(d_out_spec, tokens_spec)
     table_spec = _table_spec()
     sizes = free_axes()
     num_rows = table_VD.shape[0] // math.prod(sizes[name] for name in axes_of(table_spec[0]))
@@ -91,8 +91,8 @@ def _backward(dtype, residuals, d_out_BTD):
         d_out_PBTd = lax.dynamic_index_in_dim(parts, lax.axis_index(other_axes) if other_axes else 0, keepdims=False)
         if token_axes:
             d_out_PBTd = lax.all_to_all(d_out_PBTd, token_axes, 0, 0, tiled=True)
-        if gather:
-            d_out_PBTd = lax.all_gather(d_out_PBTd, SEQUENCE_AXES, axis=2, tiled=True)
+        if gathered is not None:
+            d_out_PBTd = lax.all_gather(d_out_PBTd, SEQUENCE_AXES, axis=1 + gathered, tiled=True)
         d_table_Vd = jnp.zeros((num_rows, d_out_PBTd.shape[-1]), jnp.float32)
         rows = jnp.where(inside, local, num_rows)  # out of range: dropped
         d_table_Vd = d_table_Vd.at[rows].add(d_out_PBTd.astype(jnp.float32), mode="drop")

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from megajax.mesh import compat
-from megajax.mesh.sharding import constrain
+from megajax.mesh.sharding import between_blocks, constrain
 from megajax.ops.matmul import Float32Gradient, Weight, dot_precision
 from megajax.precision import Recipe
 from megajax.quantization.formats import LARGEST, Format, Operand, largest_magnitude, quantize, quantize_with, rotate
@@ -126,6 +126,8 @@ def _forward(x, weights, options):
     x_operand = _quantized([x], 0, options.formats.input, of_x)
     w_operand = _quantized(weights, options.axis, options.formats.weight, of_w)
     y = product(_gathered(x_operand, options.gathered[0]), of_x, w_operand, of_w, x.dtype, x.dtype)
+    if options.gathered[1]:
+        y = between_blocks(y)
     # XLA would make a GELU part of the FP8 matmul, which cuBLASLt does not offer: the program would not compile.
     y = jax.lax.optimization_barrier(y)
     kept = x_operand if options.formats.input.scaled == "tensor" else x

@@ -72,7 +72,7 @@ class _Parts:
     def __init__(self, arrays: dict[str, jax.Array], index_BT: jax.Array):
         shape = next(iter(arrays.values())).shape[:2]
         self.blocks_spec = activation_spec(shape, ("batch", "blocks"))
-        self.index_spec = activation_spec(index_BT.shape, ("batch", "sequence"))
+        self.index_spec = activation_spec(index_BT.shape, ("batch", "blocks"))
         self.out_spec = P(*self.index_spec, None)
         self.split = axes_of(self.blocks_spec[1])
         self.gathered = tuple(axis for axis in self.split if axis in axes_of(self.index_spec[1]))

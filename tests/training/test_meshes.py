@@ -80,9 +80,9 @@ def batches(order: np.ndarray) -> list[dict[str, np.ndarray]]:
 
 def train(
     config: DecoderConfig, execution: ExecutionConfig, sizes: dict[str, int], zero1: bool = False,
-    loss_mean: str = "token"
+    loss_mean: str = "token", microbatch: int = BATCH
 ):  # fmt: skip
-    """-> (losses of STEPS steps, final parameters on the host)."""
+    """microbatch: sequences of one. -> (losses of STEPS steps, final parameters on the host)."""
     mesh_config = MeshConfig(**sizes)
     config.check(mesh_config, LENGTH, execution)
     mesh = make_mesh(mesh_config, jax.devices()[: mesh_config.num_devices])
@@ -99,6 +99,7 @@ def train(
     with jax.set_mesh(mesh):
         step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
         for batch in batches(order):
+            batch = {name: array.reshape(-1, microbatch, LENGTH) for name, array in batch.items()}
             batch = jax.device_put(batch, NamedSharding(mesh, batch_spec()))
             state, metrics = step(state, batch, np.float32(1e-2))
             losses.append(float(metrics["loss"]))
@@ -151,6 +152,11 @@ def test_losses_are_those_of_tokens_that_cannot_be_predicted(gpt_on_one_device):
 )
 def test_mesh_matches_one_device(sizes, gpt_on_one_device):
     assert_same(train(MODEL, SCANNED, sizes), gpt_on_one_device)
+
+
+@pytest.mark.parametrize("microbatch", [1, 2])
+def test_tensor_splits_each_of_few_sequences(microbatch, gpt_on_one_device):
+    assert_same(train(MODEL, SCANNED, dict(tensor=8), microbatch=microbatch), gpt_on_one_device)
 
 
 @pytest.mark.parametrize(
