@@ -42,12 +42,14 @@ FORWARD = 64
 BACKWARD = 16
 
 
-def problem(num_rows: int, width: int, dtype: jnp.dtype) -> str:
+def problem(num_rows: int, width: int, dtype: jnp.dtype, num_groups: int = 1) -> str:
     """Why these kernels cannot be used, or an empty string."""
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {dtype}"
     if width % LINE or width > min(MAX_WIDTH, 2 * BACKWARD * 128 * _warpgroups(width, BACKWARD)):
         return f"width {width}"
+    if num_groups > NUM_SMS:
+        return f"{num_groups} groups"
     return "" if num_rows % 8 == 0 else f"{num_rows} rows"
 
 

@@ -24,8 +24,8 @@ class MeshConfig:
     fsdp: int = 1
     """Devices that share one copy of parameters, gradients and optimizer state (ZeRO-3); also splits the batch."""
     tensor: int = 1
-    """Devices that split heads, feed-forward width and vocabulary, and the sequence between layers
-    (sequence parallelism, Korthikanti et al. 2022)."""
+    """Devices that split heads, feed-forward width and vocabulary, and tokens between layers (sequence parallelism,
+    Korthikanti et al. 2022)."""
     pipeline: int = 1
     """Pipeline stages: each device holds some of the layers, and microbatches pass through all stages."""
     expert: int = 1

@@ -190,6 +190,7 @@ class TransformerEngine(Cudnn):
     def problem(self, inputs: Inputs) -> str:
         more = {
             "packed documents": inputs.is_packed,
+            "bias": inputs.has_bias,
             "attention sinks": inputs.has_sinks,
             "latent attention": inputs.head_dim != inputs.value_dim,
             "no log-sum-exp, which parts of a sequence need": inputs.is_split,

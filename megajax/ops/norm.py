@@ -130,7 +130,7 @@ def _groups_for_kernel(x, num_groups: int) -> int:
     spec, of_scale = _gated_specs(x)
     split, heads = (math.prod(sizes[axis] for entry in each for axis in axes_of(entry)) for each in (spec, of_scale))
     width = math.prod(x.shape[2:]) // num_groups
-    reason = compat.mosaic_problem() or _kernel_problem(x.size // width // split, width, x.dtype)
+    reason = compat.mosaic_problem() or _kernel_problem(x.size // width // split, width, x.dtype, num_groups // heads)
     if not reason and num_groups % heads:
         reason = "a group on several devices"
     log_choice("gated norm", f"XLA ({reason})" if reason else "our kernel (pallas_kernels/norm.py)")
@@ -236,7 +236,7 @@ def backend_of(x_BTD) -> str:
     return "xla" if reason else "kernel"
 
 
-def _kernel_problem(rows: int, width: int, dtype) -> str:
+def _kernel_problem(rows: int, width: int, dtype, num_groups: int = 1) -> str:
     from pallas_kernels import norm as kernel  # not at the top: only Hopper needs it, and it takes time to import
 
-    return kernel.problem(rows, width, dtype)
+    return kernel.problem(rows, width, dtype, num_groups)

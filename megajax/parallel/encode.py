@@ -19,22 +19,24 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.mesh import compat
 from megajax.mesh.current import axis_size, is_inside_pipeline, manual
-from megajax.mesh.sharding import activation_spec, axes_of
+from megajax.mesh.sharding import activation_spec, axes_of, constrain
 
 Encode = Callable[[Any, dict], tuple[jax.Array, ...]]
 PIPELINE = "pipeline"
 
 
 def encode(run: Encode, weights: Any, arrays: dict[str, jax.Array], index_BT: jax.Array) -> tuple[jax.Array, ...]:
-    """For each result of `run` what its tokens read, zeros where the index is negative -> [B, T, D] each, sharded as
-    batch, sequence.
+    """For each result of `run` what its tokens read, zeros where the index is negative -> [B, T, D] each, sharded
+    like the residual stream.
 
     run: (weights, arrays [blocks, P, ...]) -> results [blocks, F, D]. arrays: [B, K, P, ...] each. index: int32 [B, T],
     from 0 to K F - 1, over the blocks of the row. In a pipeline the backward pass runs the encoder again.
     """
-    if not is_inside_pipeline():
-        return _region(run, arrays, index_BT)(weights, arrays, index_BT)
-    return _encode_again(weights, arrays, index_BT, run)
+    if is_inside_pipeline():
+        results = _encode_again(weights, arrays, index_BT, run)
+    else:
+        results = _region(run, arrays, index_BT)(weights, arrays, index_BT)
+    return tuple(constrain(result, "batch", "sequence", None) for result in results)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -88,7 +88,7 @@ def test_sums_and_gathers_are_exact(shape):
 
 
 def test_many_sums_of_different_sizes_in_sequence():
-    """The host waits for none of them, so one GPU may be ahead; and slots are used again and again."""
+    """The host waits for none of them, so one GPU may be ahead; and slots and flags are used again and again."""
     rng = np.random.default_rng(0)
     expected = [wanted(program(*shape)[1], 2) for shape in SHAPES]
     for _ in range(50):

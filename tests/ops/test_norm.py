@@ -183,8 +183,10 @@ def test_gated_norm_and_its_gradients_equal_the_formula():
 @pytest.mark.parametrize("sizes", [dict(data=2, fsdp=2, tensor=2), dict(data=2, context=2, expert=2)], ids=str)
 def test_gated_norm_by_the_kernel_equals_the_formula_on_a_mesh(sizes, make_test_mesh, monkeypatch):
     """With a stand-in, which gets the rows of a device, the groups of each token one after the other."""
+    calls = []
 
     def forward(x_RD, gate_RD, scale_GD, *, epsilon):
+        calls.append(x_RD.shape)
         s = (x_RD * jax.nn.silu(gate_RD)).reshape(-1, *scale_GD.shape)
         return (s / jnp.sqrt((s**2).mean(-1, keepdims=True) + epsilon) * scale_GD).reshape(x_RD.shape)
 
@@ -203,6 +205,7 @@ def test_gated_norm_by_the_kernel_equals_the_formula_on_a_mesh(sizes, make_test_
     monkeypatch.setattr(kernel, "gated_backward", backward)
     with jax.set_mesh(make_test_mesh(**sizes)):
         wanted, found = jax.jit(both_gated)(*gated_arguments())
+    assert calls
     jax.tree.map(CLOSE, found, wanted)
 
 
@@ -279,14 +282,17 @@ def test_interpreted_kernel_equals_the_formula(shape, warpgroups, interpreted_ke
 
 @pytest.mark.parametrize("num_groups", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_interpreted_kernel_of_a_gated_norm_equals_the_formula(
-    num_groups, interpreted_kernel, make_test_mesh, monkeypatch
+    num_groups, interpreted_kernel, make_test_mesh, monkeypatch, caplog
 ):
+    log_choice.cache_clear()
+    caplog.set_level(logging.INFO, "megajax")
     monkeypatch.setattr(kernel, "NUM_SMS", 2)
     monkeypatch.setattr(sys.modules[__name__], "GATED", (1, 16, 4, 64 * num_groups // 2))
     monkeypatch.setattr(sys.modules[__name__], "B", 1)
     x, gate, scale, d_out = gated_arguments(jnp.bfloat16)
     with jax.set_mesh(make_test_mesh()):
         wanted, found = both_gated(x, gate, scale, d_out, num_groups=num_groups)
+    assert "gated norm: our kernel" in caplog.text
     for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
         assert np.linalg.norm(got - want) < 4e-3 * np.linalg.norm(want)

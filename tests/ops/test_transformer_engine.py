@@ -101,4 +101,5 @@ def test_it_says_what_it_does_not_support_and_others_follow(monkeypatch):
     assert refused("cudnn", has_sinks=True) == "attention sinks"
     assert refused("cudnn", is_split=True).startswith("no log-sum-exp")
     assert refused("cudnn", is_packed=True) == "packed documents"
+    assert refused("cudnn", has_bias=True) == "bias"
     assert refused("reference", head_dim=256) == "head dim 256"

@@ -133,7 +133,8 @@ def train(config: DecoderConfig, sizes: dict, zero1: bool = False, **how):
 
 def assert_same(result, reference) -> None:
     np.testing.assert_allclose(result[0], reference[0], rtol=1e-5)
-    assert result[1] == pytest.approx(reference[1], rel=3e-5)  # after the last update, too
+    for name, value in reference[1].items():  # after the last update
+        assert result[1][name] == pytest.approx(value, rel=3e-5 if name == "loss" else 1e-5)
     # AdamW divides by the root of the second moment: where a gradient is rounding noise its update is too.
     for got, want in zip(jax.tree.leaves(result[2]), jax.tree.leaves(reference[2]), strict=True):
         assert np.mean(np.abs(got - want)) < 1e-4

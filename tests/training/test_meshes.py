@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from megajax.layers.attention.rope import RopeConfig
 from megajax.mesh.config import MeshConfig, make_mesh
-from megajax.mesh.sharding import batch_spec
+from megajax.mesh.sharding import activation_spec, batch_spec
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
@@ -22,6 +23,7 @@ from megajax.training.config import TrainingConfig
 from megajax.training.state import new_state, state_shardings
 from megajax.training.step import make_train_step
 
+SHAPES = ((4, 16), (2, 16), (4, 1))  # enough sequences; one on each replica; a token of a decoding step each
 STEPS, MICROBATCHES, BATCH, LENGTH = 5, 2, 8, 16
 # Losses are sums over differently split dims in float32; five AdamW steps amplify the rounding.
 LOSS_TOLERANCE = 1e-5
@@ -154,9 +156,22 @@ def test_mesh_matches_one_device(sizes, gpt_on_one_device):
     assert_same(train(MODEL, SCANNED, sizes), gpt_on_one_device)
 
 
-@pytest.mark.parametrize("microbatch", [1, 2])
-def test_tensor_splits_each_of_few_sequences(microbatch, gpt_on_one_device):
-    assert_same(train(MODEL, SCANNED, dict(tensor=8), microbatch=microbatch), gpt_on_one_device)
+@pytest.mark.parametrize(
+    ("sizes", "microbatch"),
+    [(dict(tensor=8), 2), (dict(context=2, tensor=4), 1), (dict(fsdp=2, context=2, tensor=2), 2)],
+    ids=str,
+)
+def test_tensor_splits_each_of_few_sequences(sizes, microbatch, gpt_on_one_device):
+    assert_same(train(MODEL, SCANNED, sizes, microbatch=microbatch), gpt_on_one_device)
+
+
+def test_tensor_splits_sequences_between_blocks_where_there_are_enough(make_test_mesh):
+    with jax.set_mesh(make_test_mesh(fsdp=2, context=2, tensor=2)):
+        specs = [activation_spec((batch, length, 8), ("batch", "sequence", None)) for batch, length in SHAPES]
+    replicas = ("data", "fsdp", "expert")
+    whole = P((*replicas, "tensor"), "context", None)
+    parts = P(replicas, ("context", "tensor"), None)
+    assert specs == [whole, parts, P(replicas, None, None)]
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,11 @@ class AttentionConfig(BranchConfig):
                 self.out_dim,
                 dataclasses.replace(self.flops(sequence_length), matmuls=0.0),
                 scores=self.num_heads * sequence_length * (6 if self.dropout else 3),  # as XLA compiles it for the CPU
-                needs_scores=self.backend == "reference" or self.dropout > 0 or self.alibi or not self.mask.is_interval,
+                needs_scores=self.backend == "reference"
+                or self.dropout > 0
+                or self.alibi
+                or not self.mask.is_interval
+                or (self.relative_bias and (self.deterministic or sequence_length % 2 > 0 or self.head_dim > 128)),
                 # The bias of each pair and its gradient, as far as they show in the time of t5_base.
                 inside=3 * self.num_heads * sequence_length * self.relative_bias,
             ),
