@@ -42,7 +42,7 @@ def test_help_of_a_recipe_shows_every_option_as_it_is_typed_with_its_range(capsy
     )
     assert "(default: runs/gpt_tiny)" in joined and "(default: 80)" in joined
     # A docstring of two lines is one paragraph.
-    assert "feed-forward width and vocabulary, and the sequence between layers (sequence" in joined
+    assert "tokens between layers (sequence parallelism, Korthikanti et al. 2022)" in joined
 
 
 def test_help_without_a_recipe_names_every_field(capsys):
