@@ -193,9 +193,11 @@ def test_gated_norm_by_the_kernel_equals_the_formula_on_a_mesh(sizes, make_test_
     def backward(x_RD, gate_RD, d_normed_RD, scale_GD, *, epsilon):
         scale_GD = compat.vary(scale_GD, compat.varying_axes(x_RD))  # the gradient is that of the rows of this device
         each = jnp.tile(scale_GD, (len(x_RD) // len(scale_GD), 1))
-        of_rows = lambda x, gate, scale: jax.vmap(functools.partial(forward, epsilon=epsilon))(
-            x[:, None], gate[:, None], scale[:, None]
-        )[:, 0]
+
+        def of_rows(*inputs):
+            rows = jax.vmap(functools.partial(forward, epsilon=epsilon))(*(a[:, None] for a in inputs))
+            return rows[:, 0]
+
         d_x, d_gate, d_scale = jax.vjp(of_rows, x_RD, gate_RD, each)[1](d_normed_RD)
         return d_x, d_gate, d_scale.reshape(-1, *scale_GD.shape)
 
