@@ -7,9 +7,11 @@ Of a small array each GPU writes each 4 bytes into every other mailbox, with the
 that a thread that reads a pair knows whether it has come (NCCL's "LL" protocol): one way over NVLink. A mailbox has two
 places for them, used in turn, so a GPU that is ahead never overwrites what another one still reads.
 
-Of a larger one it writes where the array is. Each block waits until the same block of the others has done so, reads its
-part of all arrays over NVLink, and waits until the others have read theirs, since what comes next may overwrite it (as
-the "one-shot" all-reduces of other libraries). All arrays have to be in memory that all GPUs reach.
+Of a larger one it writes where the array and the result are, and each block waits until the same block of the others
+has done so. To gather, it then reads its part of all arrays over NVLink. To sum, each GPU has a part of the vectors: it
+reads them from all arrays and writes the sums into the results of all (as the "two-shot" all-reduces of other
+libraries), so 2 (N - 1) / N of the array are sent. At the end each block waits until the others have read and written
+theirs, since what comes next may overwrite the array. All arrays have to be in memory that all GPUs reach.
 
 All GPUs have to run the same kernels with the same shapes in the same order, one at a time, and to start the first of a
 program when each has all of it: one that waits, and another one that cannot start before, would wait for ever. After a
@@ -36,6 +38,7 @@ THREADS = 128
 VECTOR_BYTES = 16
 FLAG_BYTES = 4
 ADDRESS_BYTES = 8
+PLACES_BYTES = 2 * ADDRESS_BYTES  # of an array and the result
 MOST_WAITING = 15  # times 4.3 s
 
 FEW_VECTORS = MOST_BLOCKS * THREADS  # of a small array: one of a thread
@@ -50,7 +53,7 @@ class _Layout:
     def __init__(self, num_gpus: int):
         self.few_slots = 0
         self.addresses = self.few_slots + 2 * num_gpus * FEW_SLOT_BYTES
-        self.began = self.addresses + num_gpus * MOST_BLOCKS * ADDRESS_BYTES
+        self.began = self.addresses + num_gpus * MOST_BLOCKS * PLACES_BYTES
         self.ended = self.began + num_gpus * MOST_BLOCKS * FLAG_BYTES
         self.count = self.ended + num_gpus * MOST_BLOCKS * FLAG_BYTES
         self.few_count = self.count + MOST_BLOCKS * FLAG_BYTES
@@ -79,20 +82,21 @@ def all_reduce(x: jax.Array, rank: jax.Array, addresses: jax.Array) -> jax.Array
     """
     if x.dtype != jnp.bfloat16:
         raise ValueError(f"x is {x.dtype}; sums are of bfloat16")
-    return _exchanged(x, rank, addresses, x.shape, _store_sum)
+    return _exchanged(x, rank, addresses, x.shape, _store_sum, shares=True)
 
 
 def all_gather(x: jax.Array, rank: jax.Array, addresses: jax.Array) -> jax.Array:
     """The x of all GPUs side by side: [..., K] -> [..., N K]."""
     row_vectors = x.shape[-1] * x.dtype.itemsize // VECTOR_BYTES
     shape = (*x.shape[:-1], x.shape[-1] * addresses.shape[0])
-    return _exchanged(x, rank, addresses, shape, functools.partial(_store_all, row_vectors))
+    return _exchanged(x, rank, addresses, shape, functools.partial(_store_all, row_vectors), shares=False)
 
 
 def _exchanged(
-    x: jax.Array, rank: jax.Array, addresses: jax.Array, shape: tuple[int, ...], store: Callable
+    x: jax.Array, rank: jax.Array, addresses: jax.Array, shape: tuple[int, ...], store: Callable, *, shares: bool
 ) -> jax.Array:  # fmt: skip
-    """shape: of the result. store: `_store_sum` or the like."""
+    """shape: of the result. store: `_store_sum` or the like. shares: of a large array, each GPU computes a part of the
+    result of all."""
     if not is_exchanged(x.shape, x.dtype):
         raise ValueError(f"x {x.dtype}{x.shape}: the last dim has to be a multiple of {VECTOR_BYTES} bytes")
     num_vectors = x.size * x.dtype.itemsize // VECTOR_BYTES
@@ -101,7 +105,7 @@ def _exchanged(
         exchange = functools.partial(_exchange_few, addresses.shape[0], num_vectors, store)
     else:
         blocks = MOST_BLOCKS
-        exchange = functools.partial(_exchange, addresses.shape[0], num_vectors, blocks, store)
+        exchange = functools.partial(_exchange, addresses.shape[0], num_vectors, blocks, store, shares)
 
     def body(x_ref, table_ref, out_ref):
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3)(exchange)(x_ref, table_ref, out_ref)
@@ -174,10 +178,10 @@ def _exchange_few(num_gpus: int, num_vectors: int, store: Callable, _, *refs) ->
         return is_missing, found
 
     found = _wait_while(read, [_i32()] * (4 * num_gpus))
-    store(given.out, vector, [_joined(found[4 * number : 4 * number + 4]) for number in range(num_gpus)])
+    store([given.out], vector, [_joined(found[4 * number : 4 * number + 4]) for number in range(num_gpus)])
 
 
-def _exchange(num_gpus: int, num_vectors: int, blocks: int, store: Callable, _, *refs) -> None:
+def _exchange(num_gpus: int, num_vectors: int, blocks: int, store: Callable, shares: bool, _, *refs) -> None:
     layout = _Layout(num_gpus)
     given = _Given(num_gpus, refs)
     thread = given.thread
@@ -199,21 +203,31 @@ def _exchange(num_gpus: int, num_vectors: int, blocks: int, store: Callable, _, 
         _wait_for(_sum(given.own, here), epoch)
 
     with mgpu.when(is_one):
-        place = _sum(_number(layout.addresses), arith.muli(by_rank, _number(ADDRESS_BYTES)))
-        llvm.store(given.x, _at(_sum(given.mailbox(thread), place)), alignment=ADDRESS_BYTES)
+        place = _sum(_number(layout.addresses), arith.muli(by_rank, _number(PLACES_BYTES)))
+        for number, address in enumerate((given.x, given.out)):
+            there = _sum(given.mailbox(thread), place, _number(number * ADDRESS_BYTES))
+            llvm.store(address, _at(there), alignment=ADDRESS_BYTES)
         meet(layout.began)
     gpu.barrier()
-    sources = []
-    for number in range(num_gpus):
-        place = _sum(
-            _number(layout.addresses + number * MOST_BLOCKS * ADDRESS_BYTES), arith.muli(block, _number(ADDRESS_BYTES))
-        )
-        is_own = arith.cmpi(arith.CmpIPredicate.eq, rank, _number(number))
-        sources.append(arith.select(is_own, given.x, _loaded(_i64(), _sum(given.own, place), ADDRESS_BYTES)))
 
-    block_vectors = -(-num_vectors // blocks)
-    first = arith.muli(block, _number(block_vectors))
-    end = arith.minui(_sum(first, _number(block_vectors)), _number(num_vectors))
+    def of_all(own, start: int) -> list:
+        """The addresses of all GPUs, of which this one's is its own; the others are `start` bytes after each place."""
+        found = []
+        for number in range(num_gpus):
+            of_gpu = _number(layout.addresses + number * MOST_BLOCKS * PLACES_BYTES + start)
+            place = _sum(given.own, of_gpu, arith.muli(block, _number(PLACES_BYTES)))
+            is_own = arith.cmpi(arith.CmpIPredicate.eq, rank, _number(number))
+            found.append(arith.select(is_own, own, _loaded(_i64(), place, ADDRESS_BYTES)))
+        return found
+
+    sources = of_all(given.x, 0)
+    results = of_all(given.out, ADDRESS_BYTES) if shares else [given.out]
+    gpu_vectors = -(-num_vectors // num_gpus) if shares else num_vectors
+    first = arith.muli(rank, _number(gpu_vectors)) if shares else _number(0)
+    end = arith.minui(_sum(first, _number(gpu_vectors)), _number(num_vectors))
+    block_vectors = -(-gpu_vectors // blocks)
+    first = _sum(first, arith.muli(block, _number(block_vectors)))
+    end = arith.minui(_sum(first, _number(block_vectors)), end)
     unrolled = max(min(-(-block_vectors // THREADS), MOST_LOADS // num_gpus), 1)
     with _loop(_sum(first, thread), end, THREADS * unrolled) as vector:
         places = [_sum(vector, _number(THREADS * number)) for number in range(unrolled)]
@@ -222,7 +236,7 @@ def _exchange(num_gpus: int, num_vectors: int, blocks: int, store: Callable, _, 
         offsets = [arith.muli(place, _number(VECTOR_BYTES)) for place in places]
         loaded = [[_loaded(_vector(), _sum(source, offset), VECTOR_BYTES) for source in sources] for offset in offsets]
         for place, values in zip(places, loaded, strict=True):
-            store(given.out, place, values)
+            store(results, place, values)
 
     gpu.barrier()
     with mgpu.when(is_one):
@@ -231,21 +245,23 @@ def _exchange(num_gpus: int, num_vectors: int, blocks: int, store: Callable, _, 
         llvm.store(epoch, _at(count), alignment=FLAG_BYTES)
 
 
-def _store_sum(out, vector, values) -> None:
+def _store_sum(results: list, vector, values) -> None:
     elements = VECTOR_BYTES // 2
     narrow = ir.VectorType.get([elements], ir.BF16Type.get())
     wide = ir.VectorType.get([elements], ir.F32Type.get())
     terms = [arith.extf(wide, llvm.bitcast(narrow, value)) for value in values]
     total = arith.truncf(narrow, functools.reduce(arith.addf, terms))
-    _store(llvm.bitcast(_vector(), total), _sum(out, arith.muli(vector, _number(VECTOR_BYTES))))
+    for result in results:
+        _store(llvm.bitcast(_vector(), total), _sum(result, arith.muli(vector, _number(VECTOR_BYTES))))
 
 
-def _store_all(row_vectors: int, out, vector, values) -> None:
+def _store_all(row_vectors: int, results: list, vector, values) -> None:
+    (result,) = results
     row = arith.divui(vector, _number(row_vectors))
     before = arith.muli(row, _number(row_vectors * (len(values) - 1)))  # rows of the others
     for number, value in enumerate(values):
         place = _sum(vector, before, _number(number * row_vectors))
-        _store(value, _sum(out, arith.muli(place, _number(VECTOR_BYTES))))
+        _store(value, _sum(result, arith.muli(place, _number(VECTOR_BYTES))))
 
 
 def _set_flag(address, epoch) -> None:

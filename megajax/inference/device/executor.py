@@ -39,8 +39,6 @@ from megajax.ops.mailboxes import problem as mailboxes_problem
 
 logger = logging.getLogger("megajax")
 
-# Prompt tokens, with more than two GPUs: each reads all arrays, where XLA's reduce-scatter and gather send parts.
-TOO_MANY_FOR_MAILBOXES = 1024
 # Less than programs need for their temporary arrays: Llama-3 8B 7 MiB with 2 rows, 110 with 32 and 880 with 256.
 SMALL_BYTES = 6 * 2**20
 TIMED_STEPS = 4  # of a call; a single one may take less than the host needs to start a call
@@ -229,9 +227,7 @@ class Executor:
     ) -> tuple[str, dict, tuple, tuple]:
         masks = (self._mask(chooser), beside and self._mask(beside.chooser))
         without = beside and beside._replace(chooser=beside.chooser._replace(mask_BW=NO_MASK))
-        are_few = self.mesh.size == 2 or len(batch.tokens_T) < TOO_MANY_FOR_MAILBOXES
-        mailboxes = self._mailboxes if are_few else None
-        addresses = None if mailboxes is None else mailboxes.addresses
+        addresses = None if self._mailboxes is None else self._mailboxes.addresses
         host = (batch, chooser._replace(mask_BW=NO_MASK), without, np.bool_(wants_prompt), addresses)
         return "prefill", params, host, (*masks, self._features)
 
