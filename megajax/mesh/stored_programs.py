@@ -31,11 +31,11 @@ logger = logging.getLogger("megajax")
 
 FOLDER = "programs"
 PACKAGES = ("megajax", "pallas_kernels", "flax")
-# Serialising a program stops all other threads of Python for 0.3 s (Llama-3 8B, H100): it waits until nothing has been
-# compiled for a while, and leaves time between two programs for what is served.
+# Serialising a program stops all other threads of Python for 0.3 s (Llama-3 8B, H100), in which nothing is served: it
+# waits until nothing has been compiled or called for a while.
 QUIET_SECONDS = 5.0
-PAUSE_SECONDS = 3.0
-EXIT_SECONDS = 5.0  # for what is left when the process ends
+TURN_SECONDS = 0.1  # after each program, so that a request that came meanwhile is begun before the next one
+EXIT_SECONDS = 10.0  # for what is left when the process ends
 KEPT_SECONDS = 30 * 24 * 3600  # a program that has not been used for so long is deleted
 ADDRESS = " at 0x"  # in the repr of what has none: different in each process
 
@@ -50,14 +50,16 @@ class StoredPrograms:
         self._devices = list(mesh.devices.flat)
         self._is_cpu = self._devices[0].platform == "cpu"
         self._new: list[tuple[Path, jax.stages.Compiled]] = []
-        self._last_compiled = 0.0
+        self._last_busy = 0.0
+        self._is_waiting = False  # whether a thread stores later what is new
         self._lock = threading.Lock()
         self.num_found = 0
 
     def get(self, described: object, compiled: Callable[[], jax.stages.Compiled]) -> jax.stages.Compiled:
         """The program that `compiled` makes, or the same from the disk. Any thread may call this.
 
-        A program that was made is stored some seconds later, or when the process ends.
+        A program that was made is stored when nothing has been compiled or called for some seconds, or when the process
+        ends.
         """
         path = self._path(described)
         if path is None:
@@ -70,26 +72,25 @@ class StoredPrograms:
         program, is_whole = self._made(compiled)
         if not is_whole:
             return program
+        self.note_call()
         with self._lock:
-            self._last_compiled = time.monotonic()
-            if not self._new:
+            self._new.append((path, program))
+            if not self._is_waiting:
+                self._is_waiting = True
                 threading.Thread(target=self._store_later, daemon=True).start()
                 atexit.register(self.store, at_most=EXIT_SECONDS)
-            self._new.append((path, program))
         return program
 
-    def store(self, pause: float = 0.0, at_most: float = math.inf) -> None:
-        """What has been compiled and is not stored yet. pause: seconds after each program. at_most: seconds, after
-        which the next start compiles what is left."""
+    def note_call(self) -> None:
+        """Programs are being called: those that are new are stored later."""
+        self._last_busy = time.monotonic()
+
+    def store(self, at_most: float = math.inf) -> None:
+        """What has been compiled and is not stored yet. at_most: seconds, after which the next start compiles what is
+        left."""
         start = time.monotonic()
-        while time.monotonic() - start < at_most:
-            with self._lock:
-                if not self._new:
-                    return
-                path, program = self._new[0]
-                _write(path, program)
-                self._new.pop(0)
-            time.sleep(pause)
+        while time.monotonic() - start < at_most and self._store_one():
+            pass
 
     def _made(self, compiled: Callable[[], jax.stages.Compiled]) -> tuple[jax.stages.Compiled, bool]:
         """-> (the program, whether it can be stored)."""
@@ -102,9 +103,23 @@ class StoredPrograms:
         return program, not _last.is_cached  # of one from JAX's cache, parts are missing (jaxlib 0.10.2 and 0.11.2)
 
     def _store_later(self) -> None:
-        while (left := self._last_compiled + QUIET_SECONDS - time.monotonic()) > 0:
-            time.sleep(left)
-        self.store(PAUSE_SECONDS)
+        is_left = True
+        while is_left:
+            while (left := self._last_busy + QUIET_SECONDS - time.monotonic()) > 0:
+                time.sleep(left)
+            is_left = self._store_one()
+            time.sleep(TURN_SECONDS)
+
+    def _store_one(self) -> bool:
+        """-> whether there was one."""
+        with self._lock:
+            if not self._new:
+                self._is_waiting = False
+                return False
+            path, program = self._new[0]
+            _write(path, program)
+            self._new.pop(0)
+            return True
 
     def _path(self, described: object) -> Path | None:
         folder = compat.setting("jax_compilation_cache_dir")

@@ -1,10 +1,12 @@
 """Compiled programs are found by what they follow from, and by nothing else."""
 
 import dataclasses
+import functools
 import logging
 import os
 import pickle
 import secrets
+import time
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ import numpy as np
 import pytest
 
 import configs
-from megajax.mesh import compat
+from megajax.mesh import compat, stored_programs
 from megajax.mesh.stored_programs import ADDRESS, FOLDER, StoredPrograms
 
 
@@ -32,15 +34,19 @@ def cache(tmp_path, monkeypatch):
     jax.config.update("jax_compilation_cache_dir", before)
 
 
+def compiled_double(shape: int) -> jax.stages.Compiled:
+    number = secrets.randbits(31)  # so that JAX's own cache does not have it: what comes from there is not stored
+    double = jax.jit(lambda tree: {"twice": 2 * tree["a"], "number": jnp.int32(number)})
+    return double.lower({"a": jnp.zeros(shape)}).compile()
+
+
 def get(mesh, model, shape: int) -> tuple[bool, list[float]]:
     """-> (whether the program was compiled, its result)."""
     compiled = []
 
     def compile_it():
         compiled.append(True)
-        number = secrets.randbits(31)  # so that JAX's own cache does not have it: what comes from there is not stored
-        double = jax.jit(lambda tree: {"twice": 2 * tree["a"], "number": jnp.int32(number)})
-        return double.lower({"a": jnp.zeros(shape)}).compile()
+        return compiled_double(shape)
 
     programs = StoredPrograms(mesh, model)
     program = programs.get(("double", shape), compile_it)
@@ -62,6 +68,24 @@ def test_a_program_is_compiled_once_for_all_that_it_follows_from(cache, make_tes
         jax.config.update("jax_default_matmul_precision", None)
     assert len(list(cache.iterdir())) == 5
     assert not get(mesh, Described(1), 2)[0]
+
+
+def test_programs_are_stored_when_none_has_been_called_for_a_while(cache, make_test_mesh, monkeypatch):
+    def num_stored() -> int:
+        return sum(not path.suffix for path in cache.iterdir()) if cache.exists() else 0
+
+    monkeypatch.setattr(stored_programs, "QUIET_SECONDS", 1.0)
+    programs = StoredPrograms(make_test_mesh(), Described(1))
+    for shape in (2, 3):
+        programs.get(("double", shape), functools.partial(compiled_double, shape))
+    for _ in range(20):
+        programs.note_call()
+        time.sleep(0.1)
+    assert num_stored() == 0
+    deadline = time.monotonic() + 30
+    while num_stored() < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_a_damaged_file_is_compiled_again(cache, make_test_mesh, caplog):

@@ -213,6 +213,7 @@ class Executor:
     def _call(self, name: str, params: dict, host: tuple, on_device: tuple) -> tuple:
         """name: decode or prefill. host: a tree of small arrays. on_device: arrays that may be there."""
         program = self._program(name, params, host, on_device)
+        self.stored.note_call()
         return program(params, self.caches, self._rows, packed(host), *on_device)
 
     def _decode_arguments(
