@@ -34,6 +34,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "gpt_175b": ("--model.num_layers=2", "--mesh.fsdp=2", "--training.global_batch_size=2"),  # one sequence at a time
     "gpt3_7b": ("--model.num_layers=8",),  # all 32 layers compile in 30 s and give the same result
     "gpt3_7b_pipeline": ("--model.num_layers=8", "--mesh.virtual_stages=2"),
+    "qwen3_30b_a3b": ("--model.num_layers=2", "--mesh.expert=2", "--mesh.fsdp=2", "--training.global_batch_size=8"),
     "llama3_8b_128k": ("--model.num_layers=4",),
 }
 TOLERANCE = 0.02  # of bytes; a count must not grow at all

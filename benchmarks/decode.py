@@ -50,7 +50,7 @@ from megajax.layers.lora import AdapterChoice, NamedAdapter
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.mesh.devices import find_device
 from megajax.mesh.processes import use_compilation_cache
-from megajax.mesh.sharding import weight_spec
+from megajax.mesh.sharding import parameter_spec
 from megajax.models.model import Model
 from megajax.overrides import override
 from megajax.parameters import Parameter, PerLayer, name_of
@@ -143,7 +143,7 @@ def random_weights(model: Model, mesh: Mesh, *, four_bits: bool = False) -> dict
 
 @functools.cache
 def _drawn(shape: tuple[int, ...], dtype: jnp.dtype, mesh: Mesh, record: Parameter, std: float):
-    sharding = NamedSharding(mesh, weight_spec(record.axes))
+    sharding = NamedSharding(mesh, parameter_spec(record, mesh.shape))
     return jax.jit(lambda key: std * jax.random.normal(key, shape, dtype), out_shardings=sharding)
 
 

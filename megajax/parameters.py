@@ -36,6 +36,8 @@ class Parameter:
     up), head (of the output), router, vector (bias, scale) or variable (not trained, updated by the step)."""
     num_inputs: int = 1
     """Of a matrix: how many dims, after those of the stack, a matmul contracts."""
+    num_experts: int = 1
+    """Whose matrices it holds, along the axis experts."""
     update: Callable[[jax.Array, jax.Array], jax.Array] = _unchanged
     """Of a variable: (value, observation) -> value after a step; a module-level function, so that records can be
     compared."""
@@ -93,7 +95,9 @@ def weight(
 ) -> nnx.Param:
     """A parameter of `shape`, initialised by `init(key, shape)`, with its record."""
     assert len(shape) == len(axes), (shape, axes)
-    return nnx.Param(init(rngs.params(), tuple(shape)), record=Parameter(tuple(axes), role, num_inputs))
+    sizes = dict(zip(axes, shape, strict=True))
+    record = Parameter(tuple(axes), role, num_inputs, sizes.get("experts", 1) if role == "matrix" else 1)
+    return nnx.Param(init(rngs.params(), tuple(shape)), record=record)
 
 
 def variable(shape: Sequence[int], axes: Sequence[str], init: Callable, rngs: nnx.Rngs, update: Callable) -> Variable:

@@ -65,18 +65,47 @@ def num_parts(axes: Sequence[str], sizes: Mapping[str, int], *, but: Collection[
 
 
 def weight_spec(axes: Sequence[str]) -> P:
-    """PartitionSpec of a parameter with these logical axes."""
+    """PartitionSpec of a parameter with these logical axes, unless it holds matrices of experts."""
     return P(*(entry_of(WEIGHT_AXES[axis]) for axis in axes))
 
 
 def local_weight_spec(axes: Sequence[str], axis_names) -> P:
     """weight_spec restricted to these mesh axes: for a region that is manual over them, or over all others."""
-    return P(*(entry_of(tuple(name for name in WEIGHT_AXES[axis] if name in axis_names)) for axis in axes))
+    return _local([WEIGHT_AXES[axis] for axis in axes], axis_names)
+
+
+def splits_experts(num_experts: int, sizes: Mapping[str, int]) -> bool:
+    """Whether the axes that share the weights split these experts, instead of the matrix of each, on a mesh with axes
+    of these sizes. What is gathered and scattered is contiguous then."""
+    return num_experts % math.prod(sizes.get(name, 1) for name in (*WEIGHT_AXES["experts"], *SHARING_AXES)) == 0
+
+
+def split_by(axes: Sequence[str], num_experts: int, sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """For each dim of a parameter the mesh axes that split it. num_experts: whose matrices it holds; 1 for others."""
+    found = {axis: WEIGHT_AXES[axis] for axis in axes}
+    if num_experts > 1 and splits_experts(num_experts, sizes):
+        found |= {"experts": (*found["experts"], *found["embed"]), "embed": ()}
+    return [found[axis] for axis in axes]
+
+
+def local_experts_spec(axes: Sequence[str], num_experts: int) -> P:
+    """PartitionSpec of matrices of experts, restricted to the axes that the caller is not manual over."""
+    free = free_axes()
+    return _local(split_by(axes, num_experts, free), free)
+
+
+def parameter_spec(record, sizes: Mapping[str, int]) -> P:
+    """PartitionSpec of the parameter with this record on a mesh with axes of these sizes."""
+    return P(*map(entry_of, split_by(record.axes, record.num_experts, sizes)))
+
+
+def _local(names_of_dims: Sequence[tuple[str, ...]], axis_names: Collection[str]) -> P:
+    return P(*(entry_of(tuple(name for name in names if name in axis_names)) for names in names_of_dims))
 
 
 def weight_shardings(records, mesh: Mesh | AbstractMesh):
     """Pytree of Parameter records -> pytree of NamedSharding."""
-    return jax.tree.map(lambda record: NamedSharding(mesh, weight_spec(record.axes)), records)
+    return jax.tree.map(lambda record: NamedSharding(mesh, parameter_spec(record, mesh.shape)), records)
 
 
 def batch_spec(dims: Sequence[str | None] = ("time",)) -> P:
@@ -109,7 +138,7 @@ def row_major(params, records):
     sizes = free_axes()
 
     def relayout(record, x):
-        spec = weight_spec(record.axes)
+        spec = parameter_spec(record, sizes)
         if not record.axes or math.prod(sizes.get(name, 1) for name in WEIGHT_AXES[record.axes[-1]]) == 1:
             return x
         return manual(compat.row_major, (spec,), spec)(x)
@@ -187,6 +216,6 @@ def constrain_weights(tree, records):
     free = free_axes()
 
     def constrain_leaf(record, x):
-        return jax.lax.with_sharding_constraint(x, local_weight_spec(record.axes, free))
+        return jax.lax.with_sharding_constraint(x, _local(split_by(record.axes, record.num_experts, free), free))
 
     return jax.tree.map(constrain_leaf, records, tree)

@@ -8,6 +8,7 @@ parameters, and the variables that a step updates without a gradient; `split` se
 import dataclasses
 import functools
 import logging
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from megajax.layers.linear import joinable
 from megajax.layers.stacked import abstract_layer, merged_layers, rows_of_kind
 from megajax.layers.transform import LowPrecision, Transform, transforming
 from megajax.mesh.compat import options_to_run_once
-from megajax.mesh.sharding import WEIGHT_AXES, num_parts, weight_shardings
+from megajax.mesh.sharding import split_by, weight_shardings
 from megajax.models.counting import CountedParameter, counted_parameters
 from megajax.models.execution import ExecutionConfig
 from megajax.models.interface import NO_REGULARISERS, AnyModule, LossOptions, LossTerms, ModelConfig, Objective
@@ -161,9 +162,10 @@ class Model:
         """Raises ValueError for a parameter with a dim that mesh axes of these sizes do not divide."""
         leaves = jax.tree_util.tree_leaves_with_path(self.abstract_weights)
         for (path, leaf), record in zip(leaves, jax.tree.leaves(self.records), strict=True):
-            for dim, axis in zip(leaf.shape, record.axes, strict=True):
-                if dim % num_parts((axis,), sizes):
-                    product = " * ".join(f"mesh.{name}({sizes[name]})" for name in WEIGHT_AXES[axis])
+            names_of_dims = split_by(record.axes, record.num_experts, sizes)
+            for dim, axis, names in zip(leaf.shape, record.axes, names_of_dims, strict=True):
+                if dim % math.prod(sizes[name] for name in names):
+                    product = " * ".join(f"mesh.{name}({sizes[name]})" for name in names)
                     raise ValueError(
                         f"{product} does not divide {dim}, the size of {name_of(path)} along {axis!r}; use a mesh that "
                         "divides it"

@@ -22,7 +22,15 @@ from jax import lax
 
 from megajax.mesh import compat
 from megajax.mesh.current import axis_size, free_axes, manual
-from megajax.mesh.sharding import ACTIVATION_AXES, SHARING_AXES, WEIGHT_AXES, local_weight_spec, rows_spec
+from megajax.mesh.sharding import (
+    ACTIVATION_AXES,
+    SHARING_AXES,
+    WEIGHT_AXES,
+    local_experts_spec,
+    local_weight_spec,
+    rows_spec,
+    splits_experts,
+)
 from megajax.ops import grouped_tiles
 from megajax.ops.choice import log_choice
 from megajax.ops.matmul import Float32Gradient, Weight, dot_precision
@@ -91,20 +99,21 @@ def _grouped_matmul(rows_RK, weights, sizes_E, options):
     return _forward(rows_RK, weights, sizes_E, options)[0]
 
 
-def _specs(axes, num_weights):
+def _specs(axes, weights):
     """-> specs of (rows, weights, sizes), spec of the result."""
-    weight = local_weight_spec(("experts", *axes), free_axes())
-    given = (rows_spec(axes[0]), (weight,) * num_weights, rows_spec())
+    weight = local_experts_spec(("experts", *axes), len(weights[0]))
+    given = (rows_spec(axes[0]), (weight,) * len(weights), rows_spec())
     return given, rows_spec(None, axes[1])
 
 
 def _forward(rows_RK, weights, sizes_E, options):
     axes, _ = options
     is_split = _are_split(axes)
-    given, result = _specs(axes, len(weights))
+    given, result = _specs(axes, weights)
+    shared_dim = _shared_dim(axes, weights)
 
     def body(rows_RK, weights, sizes_E):
-        matrices = _gathered(weights, rows_RK.dtype, axes)
+        matrices = _gathered(weights, rows_RK.dtype, shared_dim)
         out_RWN = _products(matrices[0]).forward(_whole(rows_RK, is_split[0]), matrices, sizes_E)
         return _split(_varying(out_RWN, rows_RK, matrices), is_split[1])
 
@@ -115,18 +124,19 @@ def _backward(options, residuals, d_out_RWN):
     rows_RK, weights, sizes_E = residuals
     axes, is_wide = options
     is_split = _are_split(axes)
-    given, result = _specs(axes, len(weights))
+    given, result = _specs(axes, weights)
+    shared_dim = _shared_dim(axes, weights)
 
     def body(rows_RK, weights, sizes_E, d_out_RWN):
         d_out_RWN = _whole(d_out_RWN, is_split[1])
-        matrices = _gathered(weights, rows_RK.dtype, axes)
+        matrices = _gathered(weights, rows_RK.dtype, shared_dim)
         products = _products(matrices[0])
         d_rows_RK = _varying(products.input_gradient(d_out_RWN, matrices, sizes_E), d_out_RWN, matrices)
         dtype = jnp.float32 if is_wide else rows_RK.dtype
         rows_RK = _whole(rows_RK, is_split[0])
         d_matrices = products.weight_gradient(rows_RK, d_out_RWN, sizes_E, dtype=dtype)
         d_matrices = _varying(d_matrices, rows_RK, d_out_RWN)
-        return _split(d_rows_RK, is_split[0]), tuple(_reduced(d, axes) for d in d_matrices)
+        return _split(d_rows_RK, is_split[0]), tuple(_reduced(d, shared_dim) for d in d_matrices)
 
     run = manual(body, (*given, result), given[:2])
     d_rows_RK, d_weights = run(rows_RK, weights, sizes_E, d_out_RWN)
@@ -155,19 +165,19 @@ def _split(rows, is_split: bool):
     return lax.psum_scatter(rows, TENSOR, scatter_dimension=rows.ndim - 1, tiled=True) if is_split else rows
 
 
-def _shared_dim(axes) -> int:
+def _shared_dim(axes, weights) -> int:
     """The dimension of a weight that SHARING_AXES split."""
-    return 1 + axes.index("embed")
+    return 0 if splits_experts(len(weights[0]), free_axes()) else 1 + axes.index("embed")
 
 
-def _gathered(weights, dtype, axes) -> list[jax.Array]:
+def _gathered(weights, dtype, shared_dim: int) -> list[jax.Array]:
     """[E, K, N] each."""
-    return [lax.all_gather(w.astype(dtype), SHARING_AXES, axis=_shared_dim(axes), tiled=True) for w in weights]
+    return [lax.all_gather(w.astype(dtype), SHARING_AXES, axis=shared_dim, tiled=True) for w in weights]
 
 
-def _reduced(d_matrices_EKN, axes):
+def _reduced(d_matrices_EKN, shared_dim: int):
     """The gradient of a weight, summed over devices and laid out like the weight."""
-    d = lax.psum_scatter(d_matrices_EKN, SHARING_AXES, scatter_dimension=_shared_dim(axes), tiled=True)
+    d = lax.psum_scatter(d_matrices_EKN, SHARING_AXES, scatter_dimension=shared_dim, tiled=True)
     held = (*WEIGHT_AXES["experts"], *SHARING_AXES)
     return lax.psum(d, tuple(axis for axis in ACTIVATION_AXES["rows"] if axis not in held))
 

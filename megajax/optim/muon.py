@@ -37,7 +37,7 @@ from jax.sharding import PartitionSpec
 
 from megajax.mesh import compat
 from megajax.mesh.current import free_axes, has_mesh
-from megajax.mesh.sharding import WEIGHT_AXES, entry_of
+from megajax.mesh.sharding import entry_of, split_by
 from megajax.parameters import Parameter
 
 PyTree = Any
@@ -154,7 +154,7 @@ def _layouts(shape: tuple[int, ...], record: Parameter, is_tall: bool) -> list[P
     sizes = free_axes()
     num_stacked = record.num_stacked
     first_output = num_stacked + record.num_inputs
-    axes_of_dim = [WEIGHT_AXES[axis] for axis in record.axes]
+    axes_of_dim = split_by(record.axes, record.num_experts, sizes)
     of_inputs = sum(axes_of_dim[num_stacked:first_output], ())
     of_outputs = sum(axes_of_dim[first_output:], ())
     small, large = (of_outputs, of_inputs) if is_tall else (of_inputs, of_outputs)

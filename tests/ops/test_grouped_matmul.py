@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from megajax.mesh.sharding import local_weight_spec, rows_spec
+from megajax.mesh.sharding import local_experts_spec, rows_spec
 from megajax.ops import grouped_matmul as op
 from megajax.ops import grouped_tiles
 from megajax.ops.grouped_matmul import LowRankSum, grouped_matmul
@@ -88,6 +88,7 @@ MESHES = {
     "one device": {},
     "expert": {"expert": 4},
     "expert fsdp tensor": {"expert": 2, "fsdp": 2, "tensor": 2},
+    "more shards than experts": {"fsdp": 8},
     "expert context data": {"expert": 2, "context": 2, "data": 2},
     "pipeline fsdp tensor": {"pipeline": 2, "fsdp": 2, "tensor": 2},
 }
@@ -132,7 +133,7 @@ def test_a_mesh_gives_the_same_result_and_gradients(sizes, make_test_mesh):
     wanted, plain_vjp = jax.vjp(plain, rows, gate, up, down)
     with jax.set_mesh(mesh):
         axes = (("embed", "mlp"), ("embed", "mlp"), ("mlp", "embed"))
-        specs = [local_weight_spec(("experts", *two), mesh.axis_names) for two in axes]
+        specs = [local_experts_spec(("experts", *two), len(gate)) for two in axes]
         pairs = zip((gate, up, down), specs, strict=True)
         weights = [jax.device_put(w, NamedSharding(mesh, spec)) for w, spec in pairs]
         given = jax.device_put(rows, NamedSharding(mesh, rows_spec("embed")))
@@ -251,7 +252,7 @@ from jax.sharding import NamedSharding
 from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.ops.grouped_matmul import grouped_matmul
 from megajax.planning.plan import devices_without_gpu, plan_device
-from megajax.mesh.sharding import local_weight_spec, rows_spec
+from megajax.mesh.sharding import local_experts_spec, rows_spec
 
 mesh = make_mesh(MeshConfig(expert=2, tensor=2), devices_without_gpu(4, plan_device("h100")))
 
@@ -262,7 +263,7 @@ def run(rows, gate, up, sizes, d_out):
 with jax.set_mesh(mesh):
     def array(shape, spec, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-    matrix = array((4, 256, 256), local_weight_spec(("experts", "embed", "mlp"), mesh.axis_names))
+    matrix = array((4, 256, 256), local_experts_spec(("experts", "embed", "mlp"), 4))
     rows, d_out = array((2000, 256), rows_spec("embed")), array((2000, 2, 256), rows_spec(None, "mlp"))
     sizes = array((4,), rows_spec(), jnp.int32)
     text = jax.jit(run).lower(rows, matrix, matrix, sizes, d_out).compile().as_text()

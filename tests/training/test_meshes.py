@@ -11,12 +11,13 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.layers.attention.rope import RopeConfig
 from megajax.mesh.config import MeshConfig, make_mesh
-from megajax.mesh.sharding import activation_spec, batch_spec
+from megajax.mesh.sharding import activation_spec, batch_spec, parameter_spec
 from megajax.models.decoder import DecoderConfig
 from megajax.models.execution import ExecutionConfig
 from megajax.models.model import Model
 from megajax.optim.optimizer import Optimizer, OptimizerConfig
 from megajax.parallel.context import sequence_order
+from megajax.parameters import Parameter
 from megajax.precision import PrecisionConfig
 from megajax.tasks.language import Language
 from megajax.training.config import TrainingConfig
@@ -172,6 +173,18 @@ def test_tensor_splits_sequences_between_blocks_where_there_are_enough(make_test
     whole = P((*replicas, "tensor"), "context", None)
     parts = P(replicas, ("context", "tensor"), None)
     assert specs == [whole, parts, P(replicas, None, None)]
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "spec"),
+    [
+        (16, P("pipeline", ("expert", "fsdp", "context"), None, "tensor")),
+        (12, P("pipeline", "expert", ("fsdp", "context"), "tensor")),
+    ],
+)
+def test_experts_are_split_whole_where_there_are_enough(num_experts, spec):
+    record = Parameter(("layers", "experts", "embed", "mlp"), "matrix", num_experts=num_experts)
+    assert parameter_spec(record, MeshConfig(expert=2, fsdp=2, context=2, tensor=2).sizes()) == spec
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from megajax.checkpoint.layout import stack_of
 from megajax.checkpoint.piecewise import PiecewiseArray, StoredParameter
 from megajax.checkpoint.verify import digest
 from megajax.inference.config import WeightDtype
-from megajax.mesh.sharding import weight_spec
+from megajax.mesh.sharding import parameter_spec, weight_spec
 from megajax.models.model import Model
 from megajax.ops.matmul import JoinedWeight
 from megajax.parameters import Parameter, PerLayer, is_per_layer, name_of
@@ -209,7 +209,7 @@ class Loader:
                 levels = self._source.levels(part.name, part.layer)
                 if levels is not None:
                     return _put_levels(levels, part.record, self._mesh)
-            return _put(part.stored, NamedSharding(self._mesh, weight_spec(part.record.axes)))
+            return _put(part.stored, NamedSharding(self._mesh, parameter_spec(part.record, self._mesh.shape)))
         except (ValueError, OSError) as error:
             problem = str(error).strip().splitlines()[0]
             raise ValueError(f"{self._source} cannot be read ({part.name}: {problem}); use other weights") from error
