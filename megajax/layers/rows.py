@@ -1,9 +1,13 @@
 """The rows of stacked arrays, with gradients that XLA computes without sums of padded arrays."""
 
+import dataclasses
 import functools
 import itertools
+from typing import Any
 
 import jax
+
+from megajax.mesh.sharding import one_value
 
 MAX_PADDED = 4  # operands of a concatenation that XLA gives to an emitter of its own (see `unstack`)
 
@@ -39,6 +43,43 @@ def _stacked(*layers: jax.Array) -> jax.Array | None:
 unstack.defvjp(
     lambda tree: (unstack(tree), None),
     lambda _, gradients: (jax.tree.map(_stacked, *gradients),),
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of stacked arrays, to be read inside of a function that is recomputed.
+
+    What such a function is given, JAX puts behind an optimization barrier. XLA would copy a row for that, in the dtype
+    in which it is stored, and keep the copy from the forward to the backward pass; stacked arrays are there anyway.
+    """
+
+    stacked: Any
+    """Pytree of arrays [n, ...], of which no gradient is taken."""
+    like: Any
+    """The row from `unstack`, only for its gradient."""
+    number: int = dataclasses.field(metadata=dict(static=True))
+
+    def read(self):
+        """-> pytree of arrays [...]."""
+        return jax.tree.map(functools.partial(_read, self.number), self.stacked, self.like)
+
+
+def rows_of(tree) -> list[Row]:
+    """Pytree of arrays [n, ...] -> its n rows."""
+    stacked = jax.lax.stop_gradient(tree)
+    return [Row(stacked, like, number) for number, like in enumerate(unstack(tree))]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _read(number: int, stacked: jax.Array, like: jax.Array) -> jax.Array:
+    return one_value(stacked[number])
+
+
+_read.defvjp(
+    lambda number, stacked, like: (_read(number, stacked, like), None),
+    lambda number, _, gradient: (None, gradient),
 )
 
 

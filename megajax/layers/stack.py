@@ -17,7 +17,7 @@ from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import MAILBOXES, LayerConfig, Saved, StackedConfig, Terms, Totals
 from megajax.layers.linear import matrices_of
 from megajax.layers.loops import Loop, loops_of
-from megajax.layers.rows import split_rows, unstack
+from megajax.layers.rows import Row, rows_of, split_rows
 from megajax.layers.stacked import build_stacked, graphdef, rows_of_kind, structure
 from megajax.layers.transform import Transform, computing, current_transforms
 from megajax.mesh.current import exchanging
@@ -91,7 +91,7 @@ class Stack(nnx.Module):
     def _rows(self, kind: str, state) -> Sequence:
         """The state of each layer of a kind."""
         if not _has_per_layer(state):
-            return unstack(state)
+            return rows_of(state)
         count = sum(config.kind == kind for config in self.configs)
         return [jax.tree.map(lambda a, i=i: a[i], state, is_leaf=is_per_layer) for i in range(count)]
 
@@ -190,6 +190,7 @@ def _layer(config, *, prevent_cse: bool):
     def run(state, x, inputs, cache, key):
         # Here, and not around the stack: what is traced once must not read an array of one trace.
         with computing(inputs), exchanging(inputs.get(MAILBOXES)):
+            state = state.read() if isinstance(state, Row) else state
             return nnx.merge(graphdef(config), state)(x, inputs, cache, key)
 
     if config.saved is None:

@@ -209,6 +209,12 @@ def replicated(tree):
     return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, P()), tree)
 
 
+def one_value(x: jax.Array) -> jax.Array:
+    """x, which XLA may shard as it likes, but which its passes before the partitioner do not make several copies of:
+    each copy would be gathered by itself (gpt_175b, jaxlib 0.10.2: a matrix twice in the backward pass)."""
+    return jax.lax.with_sharding_constraint(x, P(*[P.UNCONSTRAINED] * x.ndim)) if has_mesh() and free_axes() else x
+
+
 def constrain_weights(tree, records):
     """Constrains arrays to the shardings of parameters with these records."""
     if not has_mesh():
