@@ -51,25 +51,27 @@ unstack.defvjp(
 class Row:
     """A row of stacked arrays, to be read inside of a function that is recomputed.
 
-    What such a function is given, JAX puts behind an optimization barrier. XLA would copy a row for that, in the dtype
-    in which it is stored, and keep the copy from the forward to the backward pass; stacked arrays are there anyway.
+    What such a function is given is kept from the forward to the backward pass, behind an optimization barrier or by a
+    loop. A row would be copied for that, in the dtype in which it is stored; stacked arrays are there anyway.
     """
 
     stacked: Any
-    """Pytree of arrays [n, ...], of which no gradient is taken."""
-    like: Any
-    """The row from `unstack`, only for its gradient."""
+    """Pytree of arrays [n, ...]."""
     number: int = dataclasses.field(metadata=dict(static=True))
+    like: Any = None
+    """The row from `unstack`, to which the gradient goes; None: it goes to `stacked`."""
 
     def read(self):
         """-> pytree of arrays [...]."""
+        if self.like is None:
+            return jax.tree.map(lambda a: a[self.number], self.stacked)
         return jax.tree.map(functools.partial(_read, self.number), self.stacked, self.like)
 
 
 def rows_of(tree) -> list[Row]:
     """Pytree of arrays [n, ...] -> its n rows."""
     stacked = jax.lax.stop_gradient(tree)
-    return [Row(stacked, like, number) for number, like in enumerate(unstack(tree))]
+    return [Row(stacked, number, like) for number, like in enumerate(unstack(tree))]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -17,7 +17,7 @@ from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import MAILBOXES, LayerConfig, Saved, StackedConfig, Terms, Totals
 from megajax.layers.linear import matrices_of
 from megajax.layers.loops import Loop, loops_of
-from megajax.layers.rows import Row, rows_of, split_rows
+from megajax.layers.rows import Row, rows_of, split_rows, unstack
 from megajax.layers.stacked import build_stacked, graphdef, rows_of_kind, structure
 from megajax.layers.transform import Transform, computing, current_transforms
 from megajax.mesh.current import exchanging
@@ -65,7 +65,7 @@ class Stack(nnx.Module):
         new_caches = []
         found = []
         caches = caches or (None,) * len(self.configs)
-        slices = {kind: iter(self._rows(kind, state)) for kind, state in states.items()}
+        slices = {kind: iter(self._rows(kind, state, serves)) for kind, state in states.items()}
         for number, (config, cache) in enumerate(zip(self.configs, caches, strict=True)):
             layer = _layer_to_serve(config) if serves else _layer(config, prevent_cse=True)
             state = next(slices[config.kind])
@@ -80,7 +80,7 @@ class Stack(nnx.Module):
         states = {kind: nnx.split(getattr(self, kind))[1] for kind in kinds}
         if self.scan and not _has_per_layer(states):
             return self._run_scanned(x, inputs, states, None, [number + 1 for number in numbers])[0]
-        slices = {kind: iter(self._rows(kind, state)) for kind, state in states.items()}
+        slices = {kind: iter(self._rows(kind, state, serves=False)) for kind, state in states.items()}
         found = []
         for number, config in enumerate(self.configs):
             x, _, _ = _layer(config, prevent_cse=True)(next(slices[config.kind]), x, inputs, None, None)
@@ -88,10 +88,10 @@ class Stack(nnx.Module):
                 found.append(x)
         return [*found, x]
 
-    def _rows(self, kind: str, state) -> Sequence:
-        """The state of each layer of a kind."""
+    def _rows(self, kind: str, state, serves: bool) -> Sequence:
+        """The state of each layer of a kind, for `_layer_to_serve` or for `_layer`."""
         if not _has_per_layer(state):
-            return rows_of(state)
+            return unstack(state) if serves else rows_of(state)
         count = sum(config.kind == kind for config in self.configs)
         return [jax.tree.map(lambda a, i=i: a[i], state, is_leaf=is_per_layer) for i in range(count)]
 
@@ -122,9 +122,8 @@ class Stack(nnx.Module):
             found = []
             for number, config in enumerate(pattern):
                 row = sum(other.kind == config.kind for other in pattern[:number])
-                state = jax.tree.map(lambda a, row=row: a[row], states[config.kind])
                 layer = _layer(config, prevent_cse=loop.steps == 1)
-                x, _, terms = layer(state, x, inputs, None, fold(key, first + number))
+                x, _, terms = layer(Row(states[config.kind], row), x, inputs, None, fold(key, first + number))
                 found.append(terms)
             return x, total(found)
 

@@ -1,4 +1,5 @@
-"""The sharding table: logical axis of an array -> mesh axes. To change a sharding, change this table.
+"""The sharding table: logical axis of an array -> mesh axes. To change a sharding, change this table, or the exceptions
+below it: `split_by` for the matrices of experts, `activation_spec` for `tensor` between blocks.
 
 The metadata of a parameter (megajax/parameters.py) has its logical axes, an activation goes through `constrain`, and
 an operation that XLA cannot partition well runs in `manual` (megajax/mesh/current.py) with the specs made here. These
@@ -139,7 +140,7 @@ def row_major(params, records):
 
     def relayout(record, x):
         spec = parameter_spec(record, sizes)
-        if not record.axes or math.prod(sizes.get(name, 1) for name in WEIGHT_AXES[record.axes[-1]]) == 1:
+        if not spec or math.prod(sizes.get(name, 1) for name in axes_of(spec[-1])) == 1:
             return x
         return manual(compat.row_major, (spec,), spec)(x)
 

@@ -78,6 +78,7 @@ class StoredPrograms:
             if not self._is_waiting:
                 self._is_waiting = True
                 threading.Thread(target=self._store_later, daemon=True).start()
+                atexit.unregister(self.store)
                 atexit.register(self.store, at_most=EXIT_SECONDS)
         return program
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from megajax.layers.layer import Saved, Terms
 from megajax.layers.linear import Linear
 from megajax.layers.loops import Loop, loops_of
-from megajax.layers.rows import MAX_PADDED, unstack
+from megajax.layers.rows import MAX_PADDED, rows_of, unstack
 from megajax.layers.stack import Stack
 
 
@@ -22,6 +23,7 @@ class Toy:
     init_std: float = 1.0
     size: int = 64
     kind: str = "toy"
+    saved: Saved | None = None
 
     def build(self, rngs):
         return ToyLayer(self, rngs)
@@ -30,6 +32,9 @@ class Toy:
 class ToyLayer(nnx.Module):
     def __init__(self, config, rngs):
         self.matrix = Linear((config.size,), (config.size,), ("embed", "mlp"), config.init_std, rngs=rngs)
+
+    def __call__(self, x, inputs, cache, key):
+        return jnp.tanh(self.matrix(x)), cache, Terms()
 
 
 @pytest.mark.parametrize("letters, loops", [
@@ -71,6 +76,20 @@ def test_the_gradient_of_unstacked_layers_is_that_of_indexing(num_layers):
         return sum(jnp.sum((number + 1) * row.astype(jnp.float32) ** 2) for number, row in enumerate(rows))
 
     of_rows = jax.grad(lambda array: loss(unstack(array)))(array)
+    as_read = jax.grad(lambda array: loss([row.read() for row in rows_of(array)]))(array)
     by_index = jax.grad(lambda array: loss([array[number] for number in range(num_layers)]))(array)
-    assert of_rows.dtype == jnp.bfloat16
+    assert of_rows.dtype == as_read.dtype == jnp.bfloat16
     np.testing.assert_array_equal(of_rows, by_index)
+    np.testing.assert_array_equal(as_read, by_index)
+
+
+def test_a_loop_over_recomputed_layers_keeps_no_copies_of_their_parameters():
+    """For layers that are not in a loop: python -m benchmarks.compiled."""
+    graph, state = nnx.split(Stack([Toy(size=8, saved=Saved((), ()))] * 6, scan=True, rngs=nnx.Rngs(0)))
+
+    def loss(state, x):
+        return nnx.merge(graph, state)(x, {})[0].sum()
+
+    program = jax.make_jaxpr(jax.grad(loss))(state, jnp.ones((2, 8)))
+    forward = next(equation for equation in program.eqns if equation.primitive.name == "scan")
+    assert {a.aval.shape for a in forward.outvars} == {(2, 8), (6, 2, 8)}

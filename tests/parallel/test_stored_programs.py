@@ -74,11 +74,11 @@ def test_programs_are_stored_when_none_has_been_called_for_a_while(cache, make_t
     def num_stored() -> int:
         return sum(not path.suffix for path in cache.iterdir()) if cache.exists() else 0
 
-    monkeypatch.setattr(stored_programs, "QUIET_SECONDS", 1.0)
+    monkeypatch.setattr(stored_programs, "QUIET_SECONDS", 3.0)
     programs = StoredPrograms(make_test_mesh(), Described(1))
     for shape in (2, 3):
         programs.get(("double", shape), functools.partial(compiled_double, shape))
-    for _ in range(20):
+    for _ in range(40):
         programs.note_call()
         time.sleep(0.1)
     assert num_stored() == 0

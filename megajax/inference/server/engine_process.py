@@ -34,8 +34,8 @@ logger = logging.getLogger("megajax")
 
 NEWS_SECONDS = 0.002
 """`step` waits at most this long for news, so a command may be delayed by as much."""
-END_SECONDS = 10
-"""A process that has not ended after this time is killed."""
+END_SECONDS = 20
+"""A process that has not ended after this time is killed. Programs are stored for EXIT_SECONDS of it."""
 
 
 class Made(NamedTuple):
@@ -115,10 +115,14 @@ class EngineProcess:
     def pid(self) -> int | None:
         return self._process.pid
 
-    def close(self) -> None:
-        """Ends the process, and what it still does."""
+    def ask_to_end(self) -> None:
+        """Returns at once; `close` waits for the end."""
         self._is_closed = True
         self._send("close")
+
+    def close(self) -> None:
+        """Ends the process, and what it still does."""
+        self.ask_to_end()
         self._process.join(END_SECONDS)
         self._process.kill()
         self._process.join()

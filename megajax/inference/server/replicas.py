@@ -186,6 +186,7 @@ def engines_from_run(
             engines.append(engine)
         for engine in engines:
             engine.open()
+            stack.callback(engine.ask_to_end)  # all of them, before the first is waited for
         yield engines
 
 

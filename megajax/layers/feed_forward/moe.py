@@ -248,7 +248,8 @@ def _routed(
     exchange = choose_exchange(x_BTD.shape[:2], config.num_experts, config.top_k, **how)
     log_exchange(exchange)
     run = functools.partial(_round, config.activation, exchange)
-    # Further rounds are a loop, for which XLA would copy matrices in the dtype in which they are stored.
+    # Further rounds are a loop, for which XLA would copy matrices in the dtype in which they are stored. Gradients of
+    # the rounds are added in the compute dtype, as those of devices are, unless they are of a Float32Gradient.
     *wide, down = (w.astype(x_BTD.dtype) if isinstance(w, jax.Array) else w for w in matrices)
     operands = (x_BTD, choice.weights_BTK, wide, down)
     if exchange.num_rounds == 1:
