@@ -1,4 +1,5 @@
-"""The gated activation of the rows of experts, times the routing weight of each row, for Hopper (Pallas, Mosaic GPU).
+"""Gated activations for Hopper (Pallas, Mosaic GPU): of the rows of experts, times the routing weight of each row, and
+the backward pass of others, whose weights are 1.
 
     forward     hidden = f(gate) * up * weight
     backward    d_gate = d_hidden * weight * up * f'(gate);  d_up = d_hidden * weight * f(gate);
@@ -7,9 +8,9 @@
 Dimensions: R rows, F their width; gate and up are side by side, [R, 2, F]. bfloat16 or float16; all between loads and
 stores is float32. Rows from `count` on are empty: they are not read, and their results are zero.
 Each direction reads and writes everything once: 6 R F bytes forward, 10 R F backward, where XLA's fusion of the
-backward pass reads gate and d_hidden again for d_up, and everything a third time for d_weight. A block is a warpgroup,
-which loops over rows and within a row over pieces of 1,024 columns, 16 bytes per thread and load; it has no shared
-memory but the few bytes of the sum.
+backward pass reads gate and d_hidden again for d_up, one element per thread, and everything a third time for d_weight.
+A block is a warpgroup, which loops over rows and within a row over pieces of 1,024 columns, 16 bytes per thread and
+load; it has no shared memory but the few bytes of the sum.
 """
 
 import functools
@@ -126,6 +127,33 @@ def backward(
     run = _call(body, out, rows, interpret)
     d_wide, d_weights_R = run(count.reshape(1), _in_lines(wide_R2F), weights_R, _in_lines(d_hidden_RF))
     return d_wide.reshape(wide_R2F.shape), d_weights_R
+
+
+@functools.partial(jax.jit, static_argnames=("function", "interpret"))
+def unweighted_backward(
+    wide_R2F: jax.Array, d_hidden_RF: jax.Array, *, function: str, interpret: Any = None
+) -> jax.Array:
+    """-> d_wide [R, 2, F] in the dtype of wide, of rows that are all filled and have no weights."""
+    rows, _, width = wide_R2F.shape
+    f = FUNCTIONS[function]
+
+    def body(wide_ref, d_hidden_ref, d_wide_ref):
+        def one_row(row):
+            def one_piece(piece, _):
+                gate = _load(wide_ref, row, 0, piece)
+                up = _load(wide_ref, row, 1, piece)
+                d_hidden = _load(d_hidden_ref, row, piece)
+                activated, slope = f(gate)
+                d_wide_ref[row, 0, piece] = (d_hidden * up * slope).astype(wide_R2F.dtype)
+                d_wide_ref[row, 1, piece] = (d_hidden * activated).astype(wide_R2F.dtype)
+
+            _for_each_piece(width, one_piece, lambda lines: None)
+
+        _for_each_row(rows, rows, one_row, lambda row: None)
+
+    out = jax.ShapeDtypeStruct((rows, 2, width // LINE, LINE), wide_R2F.dtype)
+    run = _call(body, out, rows, interpret)
+    return run(_in_lines(wide_R2F), _in_lines(d_hidden_RF)).reshape(wide_R2F.shape)
 
 
 def _for_each_row(rows: int, count, one_row: Callable, empty_row: Callable) -> None:

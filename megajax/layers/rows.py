@@ -57,31 +57,35 @@ class Row:
 
     stacked: Any
     """Pytree of arrays [n, ...]."""
-    number: int = dataclasses.field(metadata=dict(static=True))
+    number: int | jax.Array
     like: Any = None
     """The row from `unstack`, to which the gradient goes; None: it goes to `stacked`."""
 
     def read(self):
         """-> pytree of arrays [...]."""
         if self.like is None:
-            return jax.tree.map(lambda a: a[self.number], self.stacked)
+            return jax.tree.map(functools.partial(_row, self.number), self.stacked)
         return jax.tree.map(functools.partial(_read, self.number), self.stacked, self.like)
 
 
 def rows_of(tree) -> list[Row]:
     """Pytree of arrays [n, ...] -> its n rows."""
     stacked = jax.lax.stop_gradient(tree)
-    return [Row(stacked, number, like) for number, like in enumerate(unstack(tree))]
+    return [Row(stacked, jax.numpy.int32(number), like) for number, like in enumerate(unstack(tree))]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _read(number: int, stacked: jax.Array, like: jax.Array) -> jax.Array:
-    return one_value(stacked[number])
+def _row(number, stacked: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(stacked, number, keepdims=False)
+
+
+@jax.custom_vjp
+def _read(number: jax.Array, stacked: jax.Array, like: jax.Array) -> jax.Array:
+    return one_value(_row(number, stacked))
 
 
 _read.defvjp(
     lambda number, stacked, like: (_read(number, stacked, like), None),
-    lambda number, _, gradient: (None, gradient),
+    lambda _, gradient: (None, None, gradient),
 )
 
 

@@ -22,9 +22,8 @@ import jax.numpy as jnp
 
 from megajax.mesh import compat
 from megajax.mesh.current import free_axes
-from megajax.ops.activation import Activation
+from megajax.ops.activation import OF_KERNEL, Activation
 from megajax.ops.choice import log_choice
-from megajax.ops.weighted_activation import FUNCTIONS
 
 # Tokens that have a slot for each choice. A step of 12 layers of qwen3_30b_a3b on one H200 took 1.32 instead of 1.62 ms
 # with 2 tokens, 2.08 instead of 1.99 with 8; with a slot for each expert 2.31 instead of 2.45 with 32.
@@ -40,7 +39,7 @@ def problem(experts_nK: jax.Array, matrices: Sequence[jax.Array], dtype: jnp.dty
     num_tokens = experts_nK.shape[0]
     devices = math.prod(free_axes().values())
     reason = compat.mosaic_problem() or (f"{devices} devices" if devices > 1 else "")
-    reason = reason or ("" if name in FUNCTIONS else f"activation {name}")
+    reason = reason or ("" if name in OF_KERNEL else f"activation {name}")
     if not reason:
         # not at the top: only Hopper needs it, and it takes time to import
         from pallas_kernels import few_rows as kernel
@@ -70,7 +69,7 @@ def few_tokens(
     num_experts = down_EFD.shape[0]
     num_rows = -(-num_tokens // ALIGNED) * ALIGNED
     groups_Z, weights_ZR = _slots(experts_nK, weights_nK, num_experts, num_rows)
-    hidden_ZRF = kernel.hidden(x_nD, *wide, groups_Z, weights_ZR, function=FUNCTIONS[name])
+    hidden_ZRF = kernel.hidden(x_nD, *wide, groups_Z, weights_ZR, function=OF_KERNEL[name])
     # As an addition of slices, which XLA fuses with what reads the sum; a reduction would be a kernel of its own.
     parts_SZnD = kernel.products(hidden_ZRF, down_EFD, groups_Z)[:, :, :num_tokens]
     sums_ZnD = functools.reduce(jnp.add, list(parts_SZnD))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from megajax.ops import four_bits
+from megajax.ops.joining import join, split
 from megajax.parameters import is_in_8_bits, observe_arrays
 from megajax.quantization.weights import QuantizedWeight
 
@@ -164,8 +165,9 @@ def matmul_side_by_side(
         return jnp.concatenate([matmul(x, w, 1, outputs) for w in weights], x.ndim - 2 + axis)
     if wide:
         return _with_float32_gradient(x, wide, axis, 1)
-    are_levels = all(w.dtype == plain[0].dtype and is_in_8_bits(w) for w in plain)
-    return matmul(x, jnp.concatenate(plain if are_levels else [w.astype(x.dtype) for w in plain], axis))
+    if all(w.dtype == plain[0].dtype and is_in_8_bits(w) for w in plain):
+        return matmul(x, jnp.concatenate(plain, axis))
+    return matmul(x, join([w.astype(x.dtype) for w in plain], axis))
 
 
 @jax.custom_vjp
@@ -251,15 +253,14 @@ def _backward(axis, num_contracted, residuals, d_out):
     d_weight = jax.lax.dot_general(
         x, d_out, ((rows, rows), ((), ())), precision=dot_precision(x.dtype), preferred_element_type=jnp.float32
     )
-    ends = [sum(w.shape[axis] for w in weights[: n + 1]) for n in range(len(weights) - 1)]
-    return *of_x(d_out), tuple(jnp.split(d_weight, ends, axis))
+    return *of_x(d_out), split(d_weight, axis, tuple(w.shape[axis] for w in weights))
 
 
 _with_float32_gradient.defvjp(_forward, _backward)
 
 
 def _joined(x, weights, axis):
-    return jnp.concatenate([w.astype(x.dtype) for w in weights], axis) if len(weights) > 1 else weights[0]
+    return join([w.astype(x.dtype) for w in weights], axis) if len(weights) > 1 else weights[0]
 
 
 @jax.custom_vjp

@@ -8,21 +8,18 @@ elsewhere XLA computes ops/activation.py and the product.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from megajax.mesh import compat
-from megajax.mesh.current import free_axes, manual
-from megajax.mesh.sharding import WEIGHT_AXES, axes_of, rows_spec
-from megajax.ops.activation import Activation, activate
+from megajax.mesh.current import manual
+from megajax.mesh.sharding import WEIGHT_AXES, rows_spec
+from megajax.ops.activation import OF_KERNEL, Activation, activate, kernel_problem
 from megajax.ops.choice import log_choice
 
 TENSOR = WEIGHT_AXES["mlp"]
-FUNCTIONS = {"swiglu": "silu", "geglu_tanh": "gelu_tanh"}
-"""Of the kernel, by activation."""
 
 
 def reference(wide_RWF: jax.Array, weights_R: jax.Array, name: Activation) -> jax.Array:
@@ -37,22 +34,11 @@ def weighted_activation(wide_RWF: jax.Array, weights_R: jax.Array, sizes_E: jax.
     weights_R: float32. sizes_E: int32, rows of each group, concatenated over devices. Empty rows of wide must be zero:
     results and gradients there are zero, too.
     """
-    reason = compat.mosaic_problem() or kernel_problem(wide_RWF, name)
+    reason = kernel_problem(wide_RWF, rows_spec(None, "mlp"), name)
     log_choice("activation of experts", f"XLA ({reason})" if reason else "our kernel (pallas_kernels/gated.py)")
     if reason:
         return reference(wide_RWF, weights_R, name)
-    return _by_kernel(wide_RWF, weights_R, sizes_E, FUNCTIONS[name])
-
-
-def kernel_problem(wide_RWF, name: Activation) -> str:
-    from pallas_kernels import gated as kernel  # not at the top: only Hopper needs it, and it takes time to import
-
-    if name not in FUNCTIONS:
-        return f"activation {name}"
-    sizes = free_axes()
-    of_rows, _, of_width = (math.prod(sizes[axis] for axis in axes_of(entry)) for entry in rows_spec(None, "mlp"))
-    rows, _, width = wide_RWF.shape
-    return kernel.problem(rows // of_rows, width // of_width, wide_RWF.dtype)
+    return _by_kernel(wide_RWF, weights_R, sizes_E, OF_KERNEL[name])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -1,4 +1,4 @@
-"""The kernel for the activation of experts on Hopper against the formula in float32."""
+"""The kernels for gated activations on Hopper against the formula in float32."""
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,21 @@ def test_kernel_matches_the_formula(rows, count, width, function):
     hidden = kernel.forward(wide, weights, jnp.int32(count), function=function)
     gradients = kernel.backward(wide, weights, jnp.int32(count), d_hidden, function=function)
     for got, want in zip((hidden, *gradients), (exact, *vjp(d_hidden.astype(jnp.float32))), strict=True):
-        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-        # A value rounded to 8 bits is off by 0.9 * 2^-9 in the mean square.
-        assert np.linalg.norm(got - want) <= 1.1 * 2**-9 * np.linalg.norm(want)
+        check(got, want)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(("rows", "width"), [(3000, 768), (2048, 14336), (1100, 27648)])
+def test_gradient_without_weights_matches_the_formula(rows, width, function):
+    keys = jax.random.split(jax.random.key(0), 2)
+    wide = jax.random.normal(keys[0], (rows, 2, width), jnp.bfloat16)
+    d_hidden = jax.random.normal(keys[1], (rows, width), jnp.bfloat16)
+    _, vjp = jax.vjp(lambda wide: FUNCTIONS[function](wide[:, 0]) * wide[:, 1], wide.astype(jnp.float32))
+    got = kernel.unweighted_backward(wide, d_hidden, function=function)
+    check(got, vjp(d_hidden.astype(jnp.float32))[0])
+
+
+def check(got, want):
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    # A value rounded to 8 bits is off by 0.9 * 2^-9 in the mean square.
+    assert np.linalg.norm(got - want) <= 1.1 * 2**-9 * np.linalg.norm(want)

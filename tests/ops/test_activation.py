@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.ops.activation import GATED, Activation, activate
+from megajax.mesh import compat
+from megajax.ops.activation import GATED, OF_KERNEL, Activation, activate
+from pallas_kernels import gated as kernel
 
 SHAPE = 4, 6, 32
 FORMULAS = {
@@ -72,3 +74,24 @@ def test_backward_pass_keeps_the_products_alone(name):
     kept = lambda op: jax.eval_shape(lambda wide: jax.vjp(lambda wide: op(wide, name), wide)[1], wide)
     assert [leaf.shape for leaf in jax.tree.leaves(kept(activate))] == [wide.shape]
     assert sum(leaf.size for leaf in jax.tree.leaves(kept(formula))) >= 2 * wide.size  # what autodiff keeps
+
+
+@pytest.mark.parametrize("name", OF_KERNEL)
+def test_kernel_gives_the_gradient_of_batches_on_every_mesh(name, mesh, monkeypatch):
+    """It needs a Hopper GPU: here something with the same results stands for it."""
+    shapes = []
+
+    def unweighted_backward(wide_R2F, d_hidden_RF, *, function):
+        shapes.append(wide_R2F.shape)
+        return value_and_gradient(formula, {"silu": "swiglu"}.get(function, name), wide_R2F, d_hidden_RF)[1]
+
+    monkeypatch.setattr(compat, "mosaic_problem", lambda: "")
+    monkeypatch.setattr(kernel, "problem", lambda *_: "")
+    monkeypatch.setattr(kernel, "unweighted_backward", unweighted_backward)
+    rng = np.random.default_rng(0)
+    given = [rng.standard_normal(shape).astype(np.float32) for shape in ((8, 16, 2, 4), (8, 16, 4))]
+    got = jax.jit(lambda *given: value_and_gradient(activate, name, *given))(*given)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got,
+                 value_and_gradient(formula, name, *given))  # fmt: skip
+    devices = mesh.size // mesh.shape["pipeline"]
+    assert shapes == [(8 * 16 * mesh.shape["tensor"] // devices, 2, 4 // mesh.shape["tensor"])]

@@ -11,7 +11,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from megajax.mesh import compat
-from megajax.ops import weighted_activation as op
+from megajax.mesh.sharding import rows_spec
+from megajax.ops.activation import kernel_problem
 from megajax.ops.choice import log_choice
 from megajax.ops.weighted_activation import weighted_activation
 from pallas_kernels import gated as kernel
@@ -109,10 +110,11 @@ def test_kernel_says_why_it_refuses(rows, width, dtype, reason):
 
 def test_kernel_is_chosen_by_the_rows_and_the_width_of_a_device(make_test_mesh, monkeypatch):
     seen = []
+    monkeypatch.setattr(compat, "mosaic_problem", lambda: "")
     monkeypatch.setattr(kernel, "problem", lambda *of_device: seen.append(of_device) or "a test")
     wide = jax.ShapeDtypeStruct((4096, 2, 512), jnp.bfloat16)
     with jax.set_mesh(make_test_mesh(expert=2, fsdp=2, tensor=2)):
-        assert op.kernel_problem(wide, "swiglu") == "a test"
+        assert kernel_problem(wide, rows_spec(None, "mlp"), "swiglu") == "a test"
     assert seen == [(1024, 256, jnp.bfloat16)]
 
 
@@ -142,6 +144,10 @@ def test_interpreted_kernel_equals_the_formula(rows, count, width, function, mon
         assert got.dtype == dtype
         # Rounded once; the interpreter's float32 sums differ by their order.
         np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=2**-8, atol=1e-4)
+    ones = jnp.ones(rows)
+    d_wide = kernel.unweighted_backward(wide, d_hidden, **how)
+    _, want, _ = both_passes(lambda *of: formula(*of, ones > 0, function), exact[0], ones, exact[2])
+    np.testing.assert_allclose(d_wide.astype(jnp.float32), want, rtol=2**-8, atol=1e-4)
 
 
 PROGRAM = """

@@ -25,6 +25,7 @@ from megajax.mesh.config import MeshConfig
 from megajax.mesh.sharding import constrain
 from megajax.ops.attention_backends import BackendName
 from megajax.ops.attention_mask import CAUSAL, Mask, window
+from megajax.ops.joining import split
 from megajax.parallel.context import ContextMethod, attention
 from megajax.parameters import weight
 
@@ -281,7 +282,7 @@ class Attention(nnx.Module):
         is_normed = not has_gradient and self._norms_are_alike
         if is_normed:
             joined = self._normed_together(joined)
-        q, k, v = jnp.split(joined, (heads, heads + 1), axis=3)
+        q, k, v = split(joined, 3, (heads, 1, 1))
         q = self.query.add_bias(q.reshape(*x_BTD.shape[:2], config.num_heads, H))
         k = self.key.add_bias(k[..., 0, :])
         v = self.value.add_bias(v[..., 0, :])

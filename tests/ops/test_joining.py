@@ -1,0 +1,27 @@
+"""Arrays are joined as by a concatenation, and split again, with gradients that are the opposite."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.ops.joining import MAX_CHOSEN, join, split
+
+
+# Chosen by selects: places of one each before the last axis; more or others are concatenated.
+@pytest.mark.parametrize(
+    ("axis", "sizes"),
+    [(1, (1, 1)), (2, (1, 1, 1)), (0, (1,)), (1, (4, 1, 1)), (3, (1, 1)), (1, (2, 2)), (1, (1,) * (MAX_CHOSEN + 1))],
+)
+def test_join_is_the_concatenation_and_split_its_inverse(axis, sizes):
+    rng = np.random.default_rng(0)
+    shape = [2, 3, 4, 5]
+    parts = [rng.standard_normal((*shape[:axis], size, *shape[axis + 1 :])).astype(np.float32) for size in sizes]
+    joined, of_join = jax.vjp(lambda parts: join(parts, axis), parts)
+    np.testing.assert_array_equal(joined, np.concatenate(parts, axis))
+    again, of_split = jax.vjp(lambda joined: split(joined, axis, sizes), joined)
+    for one, other in zip(again, parts, strict=True):
+        np.testing.assert_array_equal(one, other)
+    for one, other in zip(of_join(joined)[0], parts, strict=True):
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(of_split(tuple(map(jnp.asarray, parts)))[0], joined)
