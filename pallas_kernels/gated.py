@@ -40,10 +40,10 @@ def _silu(x):
 
 
 def _gelu_tanh(x):
-    root, cubic = math.sqrt(2 / math.pi), 0.044715
-    tanh = jnp.tanh(root * (x + cubic * x * x * x))
-    slope = root * (1 + 3 * cubic * x * x)
-    return 0.5 * x * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * slope
+    twice, cubic = 2 * math.sqrt(2 / math.pi), 0.044715
+    sigmoid = 1 / (1 + jnp.exp(-twice * x * (1 + cubic * x * x)))  # (1 + tanh(y)) / 2 = sigmoid(2 y)
+    value = x * sigmoid
+    return value, sigmoid + value * (1 - sigmoid) * twice * (1 + 3 * cubic * x * x)
 
 
 FUNCTIONS = {"silu": _silu, "gelu_tanh": _gelu_tanh}
@@ -131,29 +131,32 @@ def backward(
 
 @functools.partial(jax.jit, static_argnames=("function", "interpret"))
 def unweighted_backward(
-    wide_R2F: jax.Array, d_hidden_RF: jax.Array, *, function: str, interpret: Any = None
+    wide_RWF: jax.Array, d_hidden_RF: jax.Array, *, function: str, interpret: Any = None
 ) -> jax.Array:
-    """-> d_wide [R, 2, F] in the dtype of wide, of rows that are all filled and have no weights."""
-    rows, _, width = wide_R2F.shape
+    """-> d_wide [R, W, F] in the dtype of wide, of rows that are all filled and have no weights. W: 2 (gate, up), or 1
+    of an activation that is not gated."""
+    rows, parts, width = wide_RWF.shape
     f = FUNCTIONS[function]
 
     def body(wide_ref, d_hidden_ref, d_wide_ref):
         def one_row(row):
             def one_piece(piece, _):
-                gate = _load(wide_ref, row, 0, piece)
-                up = _load(wide_ref, row, 1, piece)
+                first = _load(wide_ref, row, 0, piece)
                 d_hidden = _load(d_hidden_ref, row, piece)
-                activated, slope = f(gate)
-                d_wide_ref[row, 0, piece] = (d_hidden * up * slope).astype(wide_R2F.dtype)
-                d_wide_ref[row, 1, piece] = (d_hidden * activated).astype(wide_R2F.dtype)
+                activated, slope = f(first)
+                d_first = d_hidden * slope
+                if parts == 2:
+                    d_first *= _load(wide_ref, row, 1, piece)
+                    d_wide_ref[row, 1, piece] = (d_hidden * activated).astype(wide_RWF.dtype)
+                d_wide_ref[row, 0, piece] = d_first.astype(wide_RWF.dtype)
 
             _for_each_piece(width, one_piece, lambda lines: None)
 
         _for_each_row(rows, rows, one_row, lambda row: None)
 
-    out = jax.ShapeDtypeStruct((rows, 2, width // LINE, LINE), wide_R2F.dtype)
+    out = jax.ShapeDtypeStruct((rows, parts, width // LINE, LINE), wide_RWF.dtype)
     run = _call(body, out, rows, interpret)
-    return run(_in_lines(wide_R2F), _in_lines(d_hidden_RF)).reshape(wide_R2F.shape)
+    return run(_in_lines(wide_RWF), _in_lines(d_hidden_RF)).reshape(wide_RWF.shape)
 
 
 def _for_each_row(rows: int, count, one_row: Callable, empty_row: Callable) -> None:

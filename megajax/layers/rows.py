@@ -57,35 +57,40 @@ class Row:
 
     stacked: Any
     """Pytree of arrays [n, ...]."""
-    number: int | jax.Array
+    number: int = dataclasses.field(metadata=dict(static=True))
     like: Any = None
     """The row from `unstack`, to which the gradient goes; None: it goes to `stacked`."""
 
     def read(self):
         """-> pytree of arrays [...]."""
-        if self.like is None:
-            return jax.tree.map(functools.partial(_row, self.number), self.stacked)
-        return jax.tree.map(functools.partial(_read, self.number), self.stacked, self.like)
+        rows = jax.tree.map(functools.partial(_row, self.number), self.stacked)
+        return rows if self.like is None else jax.tree.map(_with_gradient_to, self.like, rows)
 
 
 def rows_of(tree) -> list[Row]:
     """Pytree of arrays [n, ...] -> its n rows."""
     stacked = jax.lax.stop_gradient(tree)
-    return [Row(stacked, jax.numpy.int32(number), like) for number, like in enumerate(unstack(tree))]
+    return [Row(stacked, number, like) for number, like in enumerate(unstack(tree))]
 
 
-def _row(number, stacked: jax.Array) -> jax.Array:
+def _row(number: int, stacked: jax.Array) -> jax.Array:
+    if stacked.dtype != jax.numpy.float32:
+        return stacked[number]
+    # If XLA knew which row, it would round all rows to the dtype of the matmul before it takes one, in each recomputed
+    # layer again, and copy the row for some matmuls.
+    number = jax.lax.optimization_barrier(jax.numpy.int32(number))
     return jax.lax.dynamic_index_in_dim(stacked, number, keepdims=False)
 
 
 @jax.custom_vjp
-def _read(number: jax.Array, stacked: jax.Array, like: jax.Array) -> jax.Array:
-    return one_value(_row(number, stacked))
+def _with_gradient_to(like: jax.Array, row: jax.Array) -> jax.Array:
+    """The row, whose gradient is that of `like`."""
+    return one_value(row)
 
 
-_read.defvjp(
-    lambda number, stacked, like: (_read(number, stacked, like), None),
-    lambda _, gradient: (None, None, gradient),
+_with_gradient_to.defvjp(
+    lambda like, row: (_with_gradient_to(like, row), None),
+    lambda _, gradient: (gradient, None),
 )
 
 

@@ -40,7 +40,7 @@ _FUNCTIONS = {
     "geglu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
 GATED = ("swiglu", "geglu", "geglu_tanh")
-OF_KERNEL = {"swiglu": "silu", "geglu_tanh": "gelu_tanh"}
+OF_KERNEL = {"swiglu": "silu", "geglu_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh"}
 """Functions of the kernel, by activation."""
 
 
@@ -64,7 +64,7 @@ def _forward(wide_WF, name):
 
 
 def _backward(name, wide_WF, d_hidden_F):
-    if name in GATED and wide_WF.ndim == 4:
+    if name in (*GATED, *OF_KERNEL) and wide_WF.ndim == 4:
         spec = activation_spec(wide_WF.shape, ("batch", "time", None, "mlp"))
         reason = kernel_problem(wide_WF, spec, name)
         log_choice(
@@ -95,13 +95,13 @@ def kernel_problem(wide: jax.Array, spec: P, name: Activation) -> str:
     return kernel.problem(math.prod(rows), width, wide.dtype)
 
 
-def _backward_by_kernel(function: str, spec: P, wide_BT2F: jax.Array, d_hidden_BTF: jax.Array) -> jax.Array:
-    def body(wide_BT2F, d_hidden_BTF):
+def _backward_by_kernel(function: str, spec: P, wide_BTWF: jax.Array, d_hidden_BTF: jax.Array) -> jax.Array:
+    def body(wide_BTWF, d_hidden_BTF):
         from pallas_kernels import gated as kernel
 
-        wide_R2F = wide_BT2F.reshape(-1, *wide_BT2F.shape[2:])
+        wide_RWF = wide_BTWF.reshape(-1, *wide_BTWF.shape[2:])
         d_hidden_RF = d_hidden_BTF.reshape(-1, d_hidden_BTF.shape[2])
-        d_wide_R2F = kernel.unweighted_backward(wide_R2F, d_hidden_RF, function=function)
-        return compat.vary(d_wide_R2F.reshape(wide_BT2F.shape), compat.varying_axes(wide_BT2F))
+        d_wide_RWF = kernel.unweighted_backward(wide_RWF, d_hidden_RF, function=function)
+        return compat.vary(d_wide_RWF.reshape(wide_BTWF.shape), compat.varying_axes(wide_BTWF))
 
-    return manual(body, (spec, P(*spec[:2], spec[3])), spec)(wide_BT2F, d_hidden_BTF)
+    return manual(body, (spec, P(*spec[:2], spec[3])), spec)(wide_BTWF, d_hidden_BTF)

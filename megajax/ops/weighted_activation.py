@@ -16,7 +16,7 @@ from jax import lax
 from megajax.mesh import compat
 from megajax.mesh.current import manual
 from megajax.mesh.sharding import WEIGHT_AXES, rows_spec
-from megajax.ops.activation import OF_KERNEL, Activation, activate, kernel_problem
+from megajax.ops.activation import GATED, OF_KERNEL, Activation, activate, kernel_problem
 from megajax.ops.choice import log_choice
 
 TENSOR = WEIGHT_AXES["mlp"]
@@ -34,7 +34,7 @@ def weighted_activation(wide_RWF: jax.Array, weights_R: jax.Array, sizes_E: jax.
     weights_R: float32. sizes_E: int32, rows of each group, concatenated over devices. Empty rows of wide must be zero:
     results and gradients there are zero, too.
     """
-    reason = kernel_problem(wide_RWF, rows_spec(None, "mlp"), name)
+    reason = kernel_problem(wide_RWF, rows_spec(None, "mlp"), name) or ("" if name in GATED else f"activation {name}")
     log_choice("activation of experts", f"XLA ({reason})" if reason else "our kernel (pallas_kernels/gated.py)")
     if reason:
         return reference(wide_RWF, weights_R, name)

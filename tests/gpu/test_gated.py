@@ -32,12 +32,17 @@ def test_kernel_matches_the_formula(rows, count, width, function):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize(("rows", "width"), [(3000, 768), (2048, 14336), (1100, 27648)])
-def test_gradient_without_weights_matches_the_formula(rows, width, function):
+@pytest.mark.parametrize(("rows", "parts", "width"), [(3000, 2, 768), (2048, 1, 14336), (1100, 2, 27648)])
+def test_gradient_without_weights_matches_the_formula(rows, parts, width, function):
     keys = jax.random.split(jax.random.key(0), 2)
-    wide = jax.random.normal(keys[0], (rows, 2, width), jnp.bfloat16)
+    wide = jax.random.normal(keys[0], (rows, parts, width), jnp.bfloat16)
     d_hidden = jax.random.normal(keys[1], (rows, width), jnp.bfloat16)
-    _, vjp = jax.vjp(lambda wide: FUNCTIONS[function](wide[:, 0]) * wide[:, 1], wide.astype(jnp.float32))
+
+    def formula(wide):
+        activated = FUNCTIONS[function](wide[:, 0])
+        return activated * wide[:, 1] if parts == 2 else activated
+
+    _, vjp = jax.vjp(formula, wide.astype(jnp.float32))
     got = kernel.unweighted_backward(wide, d_hidden, function=function)
     check(got, vjp(d_hidden.astype(jnp.float32))[0])
 

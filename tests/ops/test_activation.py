@@ -79,19 +79,21 @@ def test_backward_pass_keeps_the_products_alone(name):
 @pytest.mark.parametrize("name", OF_KERNEL)
 def test_kernel_gives_the_gradient_of_batches_on_every_mesh(name, mesh, monkeypatch):
     """It needs a Hopper GPU: here something with the same results stands for it."""
-    shapes = []
+    given_rows = []
 
-    def unweighted_backward(wide_R2F, d_hidden_RF, *, function):
-        shapes.append(wide_R2F.shape)
-        return value_and_gradient(formula, {"silu": "swiglu"}.get(function, name), wide_R2F, d_hidden_RF)[1]
+    def unweighted_backward(wide_RWF, d_hidden_RF, *, function):
+        given_rows.append((wide_RWF.shape, function))
+        return value_and_gradient(formula, name, wide_RWF, d_hidden_RF)[1]
 
     monkeypatch.setattr(compat, "mosaic_problem", lambda: "")
     monkeypatch.setattr(kernel, "problem", lambda *_: "")
     monkeypatch.setattr(kernel, "unweighted_backward", unweighted_backward)
+    parts = 2 if name in GATED else 1
     rng = np.random.default_rng(0)
-    given = [rng.standard_normal(shape).astype(np.float32) for shape in ((8, 16, 2, 4), (8, 16, 4))]
-    got = jax.jit(lambda *given: value_and_gradient(activate, name, *given))(*given)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got,
-                 value_and_gradient(formula, name, *given))  # fmt: skip
-    devices = mesh.size // mesh.shape["pipeline"]
-    assert shapes == [(8 * 16 * mesh.shape["tensor"] // devices, 2, 4 // mesh.shape["tensor"])]
+    given = [rng.standard_normal(shape).astype(np.float32) for shape in ((8, 16, parts, 4), (8, 16, 4))]
+    results = jax.jit(lambda *given: value_and_gradient(activate, name, *given))(*given)
+    for got, want in zip(results, value_and_gradient(formula, name, *given), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)  # float32
+    tensor = mesh.shape["tensor"]
+    rows = 8 * 16 * tensor * mesh.shape["pipeline"] // mesh.size
+    assert given_rows == [((rows, parts, 4 // tensor), OF_KERNEL[name])]

@@ -144,10 +144,11 @@ def test_interpreted_kernel_equals_the_formula(rows, count, width, function, mon
         assert got.dtype == dtype
         # Rounded once; the interpreter's float32 sums differ by their order.
         np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=2**-8, atol=1e-4)
-    ones = jnp.ones(rows)
-    d_wide = kernel.unweighted_backward(wide, d_hidden, **how)
-    _, want, _ = both_passes(lambda *of: formula(*of, ones > 0, function), exact[0], ones, exact[2])
-    np.testing.assert_allclose(d_wide.astype(jnp.float32), want, rtol=2**-8, atol=1e-4)
+    for parts, unweighted in ((2, lambda wide: FUNCTIONS[function](wide[:, 0]) * wide[:, 1]),
+                              (1, lambda wide: FUNCTIONS[function](wide[:, 0]))):  # fmt: skip
+        d_wide = kernel.unweighted_backward(wide[:, :parts], d_hidden, **how)
+        (want,) = jax.vjp(unweighted, exact[0][:, :parts])[1](exact[2])
+        np.testing.assert_allclose(d_wide.astype(jnp.float32), want, rtol=2**-8, atol=1e-4)
 
 
 PROGRAM = """

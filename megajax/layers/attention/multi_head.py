@@ -282,7 +282,9 @@ class Attention(nnx.Module):
         is_normed = not has_gradient and self._norms_are_alike
         if is_normed:
             joined = self._normed_together(joined)
-        q, k, v = split(joined, 3, (heads, 1, 1))
+        # XLA computes gradients through a rotation in the concatenation, but not in the selects of `join`.
+        has_rope = config.rope != "none"
+        q, k, v = jnp.split(joined, (heads, heads + 1), 3) if has_rope else split(joined, 3, (heads, 1, 1))
         q = self.query.add_bias(q.reshape(*x_BTD.shape[:2], config.num_heads, H))
         k = self.key.add_bias(k[..., 0, :])
         v = self.value.add_bias(v[..., 0, :])
