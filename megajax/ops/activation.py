@@ -40,7 +40,7 @@ _FUNCTIONS = {
     "geglu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
 GATED = ("swiglu", "geglu", "geglu_tanh")
-OF_KERNEL = {"swiglu": "silu", "geglu_tanh": "gelu_tanh", "gelu_tanh": "gelu_tanh"}
+OF_KERNEL = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "gelu": "gelu", "gelu_tanh": "gelu_tanh"}
 """Functions of the kernel, by activation."""
 
 

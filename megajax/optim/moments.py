@@ -34,7 +34,8 @@ MomentFormat = Literal["float32", "bfloat16", "float8"]
 FLOAT8 = jnp.float8_e4m3fn
 LARGEST = float(jnp.finfo(FLOAT8).max)  # 448
 SMALLEST = float(jnp.finfo(FLOAT8).smallest_subnormal)  # 2^-9
-SMALLEST_EXPONENT = -6  # of the normal numbers
+SMALLEST_NORMAL = float(jnp.finfo(FLOAT8).tiny)  # 2^-6
+DROPPED = 2**20 - 1  # bits of a float32's mantissa that e4m3 lacks
 
 
 class Float8Moments(NamedTuple):
@@ -123,23 +124,31 @@ def to_float8(moment: jax.Array, seed: jax.Array, *, is_square: bool) -> tuple[j
 
     seed: int32 scalar, another one for each update. is_square: no element is negative, and the root is stored.
     """
-    x = jnp.sqrt(moment) if is_square else moment
-    scale = jnp.max(jnp.abs(x), -1, keepdims=True) / LARGEST
-    scaled = jnp.where(scale > 0, x / scale, 0.0)
-    rounded = jnp.sign(scaled) * _rounded_stochastically(jnp.abs(scaled), seed)
+    largest = jnp.max(moment if is_square else jnp.abs(moment), -1, keepdims=True)
+    scale = (jnp.sqrt(largest) if is_square else largest) / LARGEST
+    inverse = jnp.where(scale >= jnp.finfo(jnp.float32).tiny, 1 / scale, 0.0)
     if is_square:
-        rounded = jnp.where(x > 0, jnp.maximum(rounded, SMALLEST), 0.0)
+        rounded = _rounded_stochastically(jnp.sqrt(moment) * inverse, seed)
+        rounded = jnp.where(moment > 0, jnp.maximum(rounded, SMALLEST), 0.0)
+    else:
+        scaled = moment * inverse
+        rounded = jnp.where(scaled < 0, -1.0, 1.0) * _rounded_stochastically(jnp.abs(scaled), seed)
     return rounded.astype(FLOAT8), scale
 
 
 def _rounded_stochastically(magnitude: jax.Array, seed: jax.Array) -> jax.Array:
-    """float32 from 0 to 448 -> one of the two nearest numbers of e4m3, in float32."""
+    """float32 from 0 to 448 -> one of the two nearest numbers of e4m3, in float32.
+
+    e4m3 keeps 3 of the 23 bits of a mantissa, so a random number is added to the other 20, and they are dropped. Below
+    the normal numbers the gap remains that of the smallest of these, which is added before and subtracted again.
+    """
     bits = jax.lax.bitcast_convert_type(magnitude, jnp.uint32)
-    exponent = jnp.maximum((bits >> 23).astype(jnp.int32) - 127, SMALLEST_EXPONENT)
-    gap = jax.lax.bitcast_convert_type((exponent - 3 + 127) << 23, jnp.float32)  # 2^(exponent - 3)
     place = jax.lax.broadcasted_iota(jnp.uint32, magnitude.shape, magnitude.ndim - 1)
-    uniform = (_hash(bits, place, seed) >> 8).astype(jnp.float32) * 2.0**-24
-    return jnp.minimum(jnp.floor(magnitude / gap + uniform) * gap, LARGEST)
+    random = _hash(bits, place, seed) & jnp.uint32(DROPPED)
+    smallest = jnp.where(magnitude < SMALLEST_NORMAL, jnp.float32(SMALLEST_NORMAL), 0.0)
+    bits = jax.lax.bitcast_convert_type(magnitude + smallest, jnp.uint32)
+    rounded = jax.lax.bitcast_convert_type((bits + random) & jnp.uint32(~DROPPED & 0xFFFFFFFF), jnp.float32)
+    return jnp.minimum(rounded - smallest, LARGEST)
 
 
 def _hash(bits: jax.Array, place: jax.Array, seed: jax.Array) -> jax.Array:
