@@ -50,6 +50,7 @@ def attention(
     slopes: jax.Array | None = None,
     sinks: jax.Array | None = None,
     bias: jax.Array | None = None,
+    joined: jax.Array | None = None,
     over_heads: bool = False,
     backend: BackendName = "auto",
     deterministic: bool = False,
@@ -69,6 +70,8 @@ def attention(
     indices: int32 ([B, T], [B, S]), positions of queries and keys in the sequence, if not 0, 1, 2, ... (a cache).
     dropout: (rate, (key, number of the sample in row 0)); which probabilities are dropped depends on the key, the
         sample and the position, not on the sharding.
+    joined: [B, T, K, G + 2, H], of which q, k and v are parts: for each key-value head the queries of its group, keys
+        and values. A backend that reads it needs no copies of its parts, and writes its gradient.
     over_heads: q, k and v are split over `context` along the sequence, in its order; attention splits the heads of
         each device over it instead.
     backend: the one to use where it is supported; auto: the fastest as measured.
@@ -83,6 +86,8 @@ def attention(
     inputs = Inputs.of(options, q_BTNH, k_BSKH, v_BSKH, keys=keys, is_packed=segments is not None, **has)
     arrays = (segments, blocks, indices, None if key is None else (jax.random.key_data(key[0]), key[1]), slopes)
     plan = _Plan(options, choose(inputs, backend), over_heads)
+    if joined is not None and not over_heads and plan.backend.reads_joined(inputs):
+        return _attention(joined, None, None, sinks, bias, arrays, plan)
     return _attention(q_BTNH, k_BSKH, v_BSKH, sinks, bias, arrays, plan)
 
 
@@ -91,15 +96,22 @@ def attention(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def _attention(q, k, v, sinks, bias, arrays, plan):
+    """k and v None: q is `joined`."""
     return _forward(q, k, v, sinks, bias, arrays, plan)[0]
 
 
 def _specs(q, k, arrays, plan):
-    """-> (of queries, of keys, of the log-sum-exp [B, N, T], of what is one a head, of the other arrays)."""
+    """-> (of q, k and v, of the output, of the log-sum-exp [B, N, T], of what is one a head, of the other arrays)."""
     segments, blocks, indices, key, _ = arrays
-    queries = activation_spec(q.shape, ("batch", "time", "heads", None))
-    # With indices (a cache) nothing is split over `context`: each of its devices reads all keys.
-    keys = activation_spec(k.shape, ("batch", "time" if indices is None else None, "kv_heads", None))
+    if k is None:
+        joined = activation_spec(q.shape, ("batch", "time", "kv_heads", None, None))
+        queries = keys = P(*joined[:3], None)
+        given = joined, None, None
+    else:
+        queries = activation_spec(q.shape, ("batch", "time", "heads", None))
+        # With indices (a cache) nothing is split over `context`: each of its devices reads all keys.
+        keys = activation_spec(k.shape, ("batch", "time" if indices is None else None, "kv_heads", None))
+        given = queries, keys, keys
 
     def pair(arrays):
         return None if arrays is None else (P(*queries[:2]), P(*keys[:2]))
@@ -109,13 +121,13 @@ def _specs(q, k, arrays, plan):
         lse = P(queries[0], (*axes_of(queries[2]), *TIME_AXES), None)
     heads = P(lse[1])
     of_blocks = None if blocks is None else P(*queries[:2])
-    return queries, keys, lse, heads, (pair(segments), of_blocks, pair(indices), None if key is None else P(), heads)
+    return given, queries, lse, heads, (pair(segments), of_blocks, pair(indices), None if key is None else P(), heads)
 
 
 def _forward(q, k, v, sinks, bias, arrays, plan):
-    queries, keys, lse_spec, heads, others = _specs(q, k, arrays, plan)
+    given, queries, lse_spec, heads, others = _specs(q, k, arrays, plan)
     body = functools.partial(_forward_body, plan=plan)
-    run = manual(body, (queries, keys, keys, heads, heads, others), (queries, lse_spec))
+    run = manual(body, (*given, heads, heads, others), (queries, lse_spec))
     out, lse = run(q, k, v, sinks, bias, arrays)
     out = checkpoint_name(out, "attention_out")
     lse = checkpoint_name(lse, "attention_lse")
@@ -124,9 +136,9 @@ def _forward(q, k, v, sinks, bias, arrays, plan):
 
 def _backward(plan, residuals, d_out):
     q, k, v, sinks, bias, out, lse, arrays = residuals
-    queries, keys, lse_spec, heads, others = _specs(q, k, arrays, plan)
+    given, queries, lse_spec, heads, others = _specs(q, k, arrays, plan)
     body = functools.partial(_backward_body, plan=plan, lse_spec=lse_spec)
-    gradients = (queries, keys, keys, heads, heads)
+    gradients = (*given, heads, heads)
     run = manual(body, (*gradients, queries, lse_spec, queries, others), gradients)
     return *run(q, k, v, sinks, bias, out, lse, d_out, arrays), None
 
@@ -137,7 +149,7 @@ _attention.defvjp(_forward, _backward)
 def _forward_body(q, k, v, sinks, bias, arrays, *, plan: _Plan):
     if plan.over_heads:
         q, k, v, arrays = _to_heads((q, k, v), arrays)
-    pairs = _Sequences(plan.options, q, k, sinks, bias, arrays, plan.over_heads)
+    pairs = _Sequences(plan.options, q, q if k is None else k, sinks, bias, arrays, plan.over_heads)
     out, lse = with_sinks(*plan.backend.forward(q, k, v, pairs), sinks)
     return (_to_sequence(out), lse) if plan.over_heads else (out, lse)
 
@@ -145,7 +157,7 @@ def _forward_body(q, k, v, sinks, bias, arrays, *, plan: _Plan):
 def _backward_body(q, k, v, sinks, bias, out, lse, d_out, arrays, *, plan, lse_spec):
     if plan.over_heads:
         q, k, v, out, d_out, arrays = _to_heads((q, k, v, out, d_out), arrays)
-    pairs = _Sequences(plan.options, q, k, sinks, bias, arrays, plan.over_heads)
+    pairs = _Sequences(plan.options, q, q if k is None else k, sinks, bias, arrays, plan.over_heads)
     gradients = plan.backend.backward(q, k, v, out, lse, d_out, pairs)
     d_bias = None if bias is None else _sum_of_tokens(gradients[3], lse_spec)
     d_sinks = gradient_of_sinks(sinks, out, lse, d_out, lse_spec)

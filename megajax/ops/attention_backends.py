@@ -115,6 +115,10 @@ class Backend:
         """What the log says of how it computes them, or an empty string."""
         return ""
 
+    def reads_joined(self, inputs: Inputs) -> bool:
+        """Whether it takes q, k and v in one array as q, with None for the others, and returns its gradient so."""
+        return False
+
     def forward(self, q, k, v, pairs: Pairs) -> tuple[jax.Array, jax.Array]:
         """-> (out [B, T, N, H] in q's dtype, log-sum-exp [B, N, T] float32)."""
         raise NotImplementedError
@@ -258,18 +262,26 @@ class Pallas(Backend):
         widest = max(head_dim, value_dim)
         return min((dim for dim in self.kernel.HEAD_DIMS if dim >= widest), default=widest)
 
+    def reads_joined(self, inputs: Inputs) -> bool:
+        return inputs.head_dim == inputs.value_dim and inputs.head_dim in self.kernel.HEAD_DIMS
+
     def forward(self, q, k, v, pairs):
+        how = dict(scale=pairs.options.scale, soft_cap=pairs.options.soft_cap)
+        if k is None:
+            return _marked(self.kernel.joined_forward(q, *pairs.bounds(), **how), q)
         dim = self._dim(q.shape[-1], v.shape[-1])
         arrays = (_padded(a, dim) for a in (q, k, v))
-        how = dict(scale=pairs.options.scale, soft_cap=pairs.options.soft_cap)
         out, lse = self.kernel.forward(*arrays, *pairs.bounds(), **how)
         return _marked((out[..., : v.shape[-1]], lse), q)
 
     def backward(self, q, k, v, out, lse, d_out, pairs):
+        how = dict(scale=pairs.options.scale, soft_cap=pairs.options.soft_cap, ordered=pairs.options.deterministic)
+        if k is None:
+            (d_joined,) = self.kernel.joined_backward(q, out, lse, d_out, *pairs.bounds(), **how)
+            return _marked(d_joined, q), None, None
         dim = self._dim(q.shape[-1], v.shape[-1])
         q_wide, k_wide, v_wide, out_wide, d_out_wide = (_padded(a, dim) for a in (q, k, v, out, d_out))
         arrays = (q_wide, k_wide, v_wide, out_wide, lse, d_out_wide)
-        how = dict(scale=pairs.options.scale, soft_cap=pairs.options.soft_cap, ordered=pairs.options.deterministic)
         gradients = self.kernel.backward(*arrays, *pairs.bounds(), **how)
         return _marked(tuple(d[..., : a.shape[-1]] for d, a in zip(gradients, (q, k, v), strict=True)), q)
 

@@ -88,6 +88,7 @@ def attention(
     slopes: jax.Array | None = None,
     sinks: jax.Array | None = None,
     bias: jax.Array | None = None,
+    joined: jax.Array | None = None,
     backend: BackendName = "auto",
     deterministic: bool = False,
 ) -> jax.Array:
@@ -102,7 +103,7 @@ def attention(
         dropout=dropout, slopes=slopes, sinks=sinks, backend=backend, deterministic=deterministic
     )  # fmt: skip
     if indices is not None or free_axes().get(AXIS, 1) == 1:
-        return whole(indices=indices, blocks=blocks, bias=bias)
+        return whole(indices=indices, blocks=blocks, bias=bias, joined=joined)
     assert bias is None, "a bias is for whole sequences"
     if method == "all_to_all":
         return whole(over_heads=True, blocks=blocks)

@@ -31,8 +31,8 @@ tile, and two that compute, 64 rows each:
 Refused: see `problem`.
 """
 
-from pallas_kernels.flash_attention.backward import backward
-from pallas_kernels.flash_attention.forward import forward
+from pallas_kernels.flash_attention.backward import backward, joined_backward
+from pallas_kernels.flash_attention.forward import forward, joined_forward
 from pallas_kernels.flash_attention.tiles import HEAD_DIMS, problem
 
-__all__ = ["HEAD_DIMS", "backward", "forward", "problem"]
+__all__ = ["HEAD_DIMS", "backward", "forward", "joined_backward", "joined_forward", "problem"]

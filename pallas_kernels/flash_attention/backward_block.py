@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.flash_attention.schedule import FIRST, HEAD, LAST, NUMBER, SEQUENCE, ZERO, Schedule
-from pallas_kernels.flash_attention.tiles import Tiles, capped, seen
+from pallas_kernels.flash_attention.tiles import Heads, Tiles, capped, seen
 from pallas_kernels.shared_memory import swizzled
 
 # Inputs (lse: log2(e) times the log-sum-exp); d_q, to which the kernel adds; d_k and d_v, which it writes.
@@ -38,7 +38,7 @@ class Plan:
 
     schedule: Schedule
     tiles: Tiles
-    num_heads: int
+    heads: Heads
     head_dim: int
     q_tiles: int
     dtype: jnp.dtype
@@ -48,7 +48,7 @@ class Plan:
 
     @property
     def group(self) -> int:
-        return self.num_heads // self.schedule.heads
+        return self.heads.group
 
     @property
     def block_q(self) -> int:
@@ -119,7 +119,7 @@ def run_block(plan: Plan, gmem: Global, smem: Shared):
     wg = lax.axis_index("wg")
     added = None
     if plan.ordered:
-        shape = (plan.schedule.batch, plan.num_heads, plan.q_tiles + 1)
+        shape = (plan.schedule.batch, plan.heads.queries, plan.q_tiles + 1)
         added = pl.get_global(plgpu.SemaphoreType.REGULAR(shape))
 
     @pl.when(wg == 2)
@@ -153,7 +153,8 @@ class Load:
         gmem = self.gmem
         smem = self.smem
         tiles = self.plan.tiles
-        group = self.plan.group
+        heads = self.plan.heads
+        group = heads.group
         block_q = self.plan.block_q
         block_k = self.plan.block_k
         stages = tiles.stages
@@ -175,7 +176,7 @@ class Load:
             rows = pl.ds(step * block_q, block_q)
             pl.when(iteration >= stages)(lambda: plgpu.barrier_wait(smem.q_free.at[stage]))
             ready = smem.q_ready.at[stage]
-            plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, head], smem.q.at[stage], ready)
+            plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, heads.q(head)], smem.q.at[stage], ready)
             plgpu.copy_gmem_to_smem(gmem.lse.at[b, head, rows], smem.lse.at[stage], ready)
             plgpu.copy_gmem_to_smem(gmem.delta.at[b, head, rows], smem.delta.at[stage], ready)
             plgpu.copy_gmem_to_smem(gmem.bounds.at[b, :, rows], smem.bounds.at[stage], ready)
@@ -194,8 +195,8 @@ class Load:
         early = jnp.minimum(min(stages, d_out_stages), num_iterations)  # further copies may depend on what follows
         lax.fori_loop(0, early, copy, None)
         plgpu.barrier_wait(smem.kv_free)
-        plgpu.copy_gmem_to_smem(gmem.k.at[b, keys, kv_head], smem.k, smem.kv_ready)
-        plgpu.copy_gmem_to_smem(gmem.v.at[b, keys, kv_head], smem.v, smem.kv_ready)
+        plgpu.copy_gmem_to_smem(gmem.k.at[b, keys, heads.k(kv_head)], smem.k, smem.kv_ready)
+        plgpu.copy_gmem_to_smem(gmem.v.at[b, keys, heads.v(kv_head)], smem.v, smem.kv_ready)
         lax.fori_loop(early, num_iterations, copy, None)
         if self.plan.ordered:
             pl.when(num_iterations > 0)(lambda: wait_for_others(num_iterations - 1))
@@ -253,11 +254,14 @@ class Compute:
         kv_head = tile[slot, HEAD]
         keys = pl.ds(tile[slot, NUMBER] * plan.block_k + self.first_row, 64)
         plgpu.barrier_arrive(self.tile_free.at[slot])
-        for ref, result in ((self.gmem.d_k, d_k * plan.scale), (self.gmem.d_v, d_v)):
+        for ref, head, result in (
+            (self.gmem.d_k, plan.heads.k(kv_head), d_k * plan.scale),
+            (self.gmem.d_v, plan.heads.v(kv_head), d_v),
+        ):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self.d_kv_smem[self.wg] = result.astype(plan.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(self.d_kv_smem.at[self.wg], ref.at[b, keys, kv_head, self.columns])
+            plgpu.copy_smem_to_gmem(self.d_kv_smem.at[self.wg], ref.at[b, keys, head, self.columns])
         return iteration
 
     def tile_of_queries(self, step, carry, *, slot, in_group, masked):

@@ -22,7 +22,9 @@ from pallas_kernels.flash_attention.tiles import (
     LOG2E,
     MASKED_SCORE,
     TILES,
+    Heads,
     capped,
+    in_heads,
     joins_batches,
     kernel,
     range_of_keys,
@@ -53,33 +55,57 @@ def forward(
     lower, upper: int32, 0 <= lower, upper <= S; neither decreases along T. interpret: plgpu.InterpretGPUParams, to run
     on CPU.
     """
-    batch, length, num_heads, head_dim = q_BTNH.shape
-    num_keys, kv_heads = k_BSKH.shape[1:3]
+    heads = Heads(q_BTNH.shape[2], k_BSKH.shape[2])
+    return _forward((q_BTNH, k_BSKH, v_BSKH), (lower_BT, upper_BT), heads, scale, soft_cap, interpret)
+
+
+@joins_batches
+@functools.partial(jax.jit, static_argnames=("scale", "soft_cap", "interpret"))
+def joined_forward(
+    joined_BTKGH: jax.Array,
+    lower_BT: jax.Array,
+    upper_BT: jax.Array,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:
+    """As forward, of queries, keys and values in one array [B, T, K, G + 2, H]."""
+    heads, joined_BTMH = in_heads(joined_BTKGH)
+    return _forward((joined_BTMH,), (lower_BT, upper_BT), heads, scale, soft_cap, interpret)
+
+
+def _forward(arrays, bounds, heads: Heads, scale, soft_cap, interpret):
+    """arrays: q, k and v, or the one that has all heads."""
+    batch, length, _, head_dim = arrays[0].shape
+    num_keys = arrays[-1].shape[1]
     if length % 8 or num_keys % 8:
-        q, k, v = map(to_eights, (q_BTNH, k_BSKH, v_BSKH))
-        bounds = (to_eights(a, mode="edge") for a in (lower_BT, upper_BT))
-        out_BTNH, lse_BNT = forward(q, k, v, *bounds, scale=scale, soft_cap=soft_cap, interpret=interpret)
+        arrays = tuple(map(to_eights, arrays))
+        bounds = tuple(to_eights(a, mode="edge") for a in bounds)
+        out_BTNH, lse_BNT = _forward(arrays, bounds, heads, scale, soft_cap, interpret)
         return out_BTNH[:, :length], lse_BNT[:, :, :length]
-    group = num_heads // kv_heads
-    dtype = q_BTNH.dtype
+    dtype = arrays[0].dtype
     sizes = TILES[head_dim]
     tiles = -(-length // BLOCK)
     # With a causal mask the last tiles have the most work, so they come first.
-    bytes_of_head = 2 * num_keys * head_dim * dtype.itemsize // group
+    bytes_of_head = 2 * num_keys * head_dim * dtype.itemsize // heads.group
     schedule = Schedule(
-        batch, num_heads, tiles, bytes_of_head, sizes.forward_slots, last_first=True, interpret=interpret
+        batch, heads.queries, tiles, bytes_of_head, sizes.forward_slots, last_first=True, interpret=interpret
     )
-    plan = Plan(schedule, length, group, head_dim, sizes.forward_keys, dtype, scale, soft_cap)
+    plan = Plan(schedule, length, heads, head_dim, sizes.forward_keys, dtype, scale, soft_cap)
     out_type = [
-        jax.ShapeDtypeStruct(q_BTNH.shape, dtype),
-        jax.ShapeDtypeStruct((batch, num_heads, tiles * BLOCK), jnp.float32),
+        jax.ShapeDtypeStruct((batch, length, heads.queries, head_dim), dtype),
+        jax.ShapeDtypeStruct((batch, heads.queries, tiles * BLOCK), jnp.float32),
     ]
 
     def body(*refs):
-        run_block(plan, Global(*refs[: len(Global._fields)]), Shared(*refs[len(Global._fields) :]))
+        q, k, v = refs[:1] * 3 if heads.joined else refs[:3]
+        others = refs[len(arrays) :]
+        num_others = len(Global._fields) - 3
+        run_block(plan, Global(q, k, v, *others[:num_others]), Shared(*others[num_others:]))
 
     run = kernel(body, out_type, [*plan.shared_memory()], schedule.blocks, interpret)
-    out_BTNH, lse_BNT = run(q_BTNH, k_BSKH, v_BSKH, lower_BT, upper_BT)
+    out_BTNH, lse_BNT = run(*arrays, *bounds)
     return out_BTNH, lse_BNT[:, :, :length]
 
 
@@ -95,7 +121,7 @@ class Plan:
 
     schedule: Schedule
     length: int
-    group: int
+    heads: Heads
     head_dim: int
     block_k: int
     dtype: jnp.dtype
@@ -164,18 +190,20 @@ class Load:
             plgpu.copy_gmem_to_smem(ref.at[b, rows], smem.bounds.at[slot, i], smem.q_ready.at[slot])
         for part in range(2):
             rows = pl.ds(number * BLOCK + part * 64, 64)
-            plgpu.copy_gmem_to_smem(gmem.q.at[b, rows, head], smem.q.at[slot, part], smem.q_ready.at[slot])
+            queries = gmem.q.at[b, rows, plan.heads.q(head)]
+            plgpu.copy_gmem_to_smem(queries, smem.q.at[slot, part], smem.q_ready.at[slot])
+
+        kv_head = lax.div(head, plan.heads.group)
 
         def copy(step, _):
             iteration = passed + step - first
             keys = pl.ds(step * plan.block_k, plan.block_k)
             stage = lax.rem(iteration, STAGES)
-            for ref, target, ready, free in (
-                (gmem.k, smem.k, smem.k_ready, smem.k_free),
-                (gmem.v, smem.v, smem.v_ready, smem.v_free),
+            for here, target, ready, free in (
+                (gmem.k.at[b, keys, plan.heads.k(kv_head)], smem.k, smem.k_ready, smem.k_free),
+                (gmem.v.at[b, keys, plan.heads.v(kv_head)], smem.v, smem.v_ready, smem.v_free),
             ):
                 pl.when(iteration >= STAGES)(lambda free=free: plgpu.barrier_wait(free.at[stage]))
-                here = ref.at[b, keys, lax.div(head, plan.group)]
                 plgpu.copy_gmem_to_smem(here, target.at[stage], ready.at[stage])
 
         lax.fori_loop(first, last, copy, None)

@@ -32,6 +32,32 @@ class Tiles:
     """Forward: tiles of queries that fit into shared memory."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """Where the heads are in the arrays of queries, keys and values."""
+
+    queries: int
+    keys: int
+    """Key-value heads."""
+    joined: bool = False
+    """One array has all: for each key-value head the queries of its group, the keys and the values."""
+
+    @property
+    def group(self) -> int:
+        return self.queries // self.keys
+
+    def q(self, head):
+        if not self.joined:
+            return head
+        return lax.div(head, self.group) * (self.group + 2) + lax.rem(head, self.group)
+
+    def k(self, kv_head):
+        return kv_head * (self.group + 2) + self.group if self.joined else kv_head
+
+    def v(self, kv_head):
+        return self.k(kv_head) + 1 if self.joined else kv_head
+
+
 TILES = {
     64: Tiles(128, stages=3, d_out_stages=3),
     80: Tiles(128, stages=3, d_out_stages=3),
@@ -101,6 +127,13 @@ def ranges_of_queries(lower_BT, upper_BT, block_q, block_k, num_keys):
     full_first = jnp.clip(count(low_high[:, :, None] < start + block_k), first, last)
     full_last = jnp.clip(count(high_low[:, :, None] <= start), full_first, last)
     return jnp.stack([first, full_first, full_last, last], -1)
+
+
+def in_heads(joined_BTKGH) -> tuple[Heads, jax.Array]:
+    """[B, T, K, G + 2, H] -> (its heads, the same as [B, T, K (G + 2), H])."""
+    batch, length, keys, places, head_dim = joined_BTKGH.shape
+    heads = Heads(keys * (places - 2), keys, joined=True)
+    return heads, joined_BTKGH.reshape(batch, length, keys * places, head_dim)
 
 
 def joins_batches(function):

@@ -1,5 +1,6 @@
 """The attention kernel sees what the mask says, the op gives it the bounds of each mesh, and it equals its formula."""
 
+import dataclasses
 import functools
 import math
 from types import SimpleNamespace
@@ -8,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from megajax.layers.attention.multi_head import AttentionConfig
 from megajax.mesh import compat
 from megajax.ops import attention_mask as masks
 from megajax.ops import norm
@@ -170,6 +173,85 @@ def test_op_gives_the_kernel_its_part_of_packed_documents(sizes, options, make_t
     assert set(ordered) == {bool(options)} and dims == {8}
 
 
+def apart(joined_BTKGH):
+    batch, length, _, _, head_dim = joined_BTKGH.shape
+    q, k, v = jnp.split(joined_BTKGH, (joined_BTKGH.shape[3] - 2, joined_BTKGH.shape[3] - 1), 3)
+    return q.reshape(batch, length, -1, head_dim), k[:, :, :, 0], v[:, :, :, 0]
+
+
+def joined_stand_in():
+    def forward(joined, *bounds, **options):
+        return stand_in_forward(*apart(joined), *bounds, **options)
+
+    def backward(joined, out, lse, d_out, *bounds, ordered, **options):
+        return jax.vjp(lambda joined: forward(joined, *bounds, **options)[0], joined)[1](d_out)
+
+    return SimpleNamespace(HEAD_DIMS=(4,), joined_forward=forward, joined_backward=backward)
+
+
+@pytest.mark.parametrize("sizes", [{}, dict(data=2, fsdp=2, tensor=2), dict(pipeline=2, expert=2, tensor=2)], ids=str)
+def test_op_gives_the_kernel_its_part_of_joined_queries_keys_and_values(sizes, make_test_mesh, stand_in):
+    stand_in(Pallas, kernel=joined_stand_in())
+    rng = np.random.default_rng(0)
+    B, T, K, G, H = 4, 16, 2, 3, 4
+    joined = rng.standard_normal((B, T, K, G + 2, H)).astype(np.float32)
+    d_out = rng.standard_normal((B, T, K * G, H)).astype(np.float32)
+    ids = np.sort(rng.integers(0, 4, (B, T)), -1).astype(np.int32)
+
+    def truth(joined):
+        places = (jnp.arange(T)[None],) * 2
+        return reference_attention(*apart(joined), masks.CAUSAL, 0.3, None, (ids, ids), places)[0]
+
+    def op(joined):
+        how = dict(mask=masks.CAUSAL, scale=0.3, segments=(ids, ids), backend="pallas")
+        return attention(*apart(joined), joined=joined, **how)
+
+    def value_and_gradient(op, joined, d_out):
+        out, vjp = jax.vjp(op, joined)
+        return out, *vjp(d_out)
+
+    with jax.set_mesh(make_test_mesh(**sizes)):
+        got = jax.jit(functools.partial(value_and_gradient, op))(joined, d_out)
+    want = value_and_gradient(truth, joined, d_out)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=3e-6), got, want)
+
+
+@pytest.mark.parametrize("key_bias", [True, False])
+def test_layer_without_rotation_gives_attention_its_product_as_it_is(key_bias, make_test_mesh, stand_in):
+    config = AttentionConfig(
+        embed_dim=8,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=4,
+        qkv_bias=True,
+        key_bias=key_bias,
+        init_std=1,
+        out_init_std=1,
+    )
+    layer = config.build(nnx.Rngs(0))
+    for linear in (layer.query, layer.key, layer.value):
+        if hasattr(linear, "bias"):
+            linear.bias[...] = jax.random.normal(jax.random.key(linear.bias.size), linear.bias.shape)
+    graph, state = nnx.split(layer)
+    x = jax.random.normal(jax.random.key(1), (2, 8, 8))
+
+    def value_and_gradients(backend):
+        config_of = dataclasses.replace(config, backend=backend)
+
+        def run(state, x):
+            layer = nnx.merge(graph, state)
+            layer.config = config_of
+            return layer(x, {})[0]
+
+        out, vjp = jax.vjp(run, state, x)
+        return out, *vjp(jnp.ones_like(out))
+
+    with jax.set_mesh(make_test_mesh()):
+        want = value_and_gradients("reference")
+        stand_in(Pallas, kernel=joined_stand_in())  # has no other kernel
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), value_and_gradients("pallas"), want)
+
+
 def test_vmap_of_the_op_and_of_its_gradient_joins_the_batch(make_test_mesh, stand_in):
     batches = []
 
@@ -281,20 +363,24 @@ def test_a_warpgroup_stores_gradients_of_keys_only_where_its_gradient_of_queries
     """The other warpgroup may still be copying its own out, which the interpreter, where copies are done at once, does
     not show."""
     one = schedule.Schedule(batch=1, heads=1, tiles=1, bytes_of_head=1)
-    plan = backward_block.Plan(one, tiles.TILES[head_dim], 1, head_dim, 1, jnp.bfloat16, 1.0, None, False)
+    heads = tiles.Heads(1, 1)
+    plan = backward_block.Plan(one, tiles.TILES[head_dim], heads, head_dim, 1, jnp.bfloat16, 1.0, None, False)
     results = plan.shared_memory().results
     refs = results.refs if isinstance(results, plgpu.RefUnion) else ()
     of_warpgroup = {math.prod(ref.shape[1:]) * jnp.dtype(ref.dtype).itemsize for ref in refs}
     assert len(of_warpgroup) <= 1
 
 
-@pytest.mark.parametrize(("head_dim", "num_sms"), [(64, 1), (80, 1), pytest.param(256, 3, marks=pytest.mark.slow)])
-def test_interpreted_kernel_equals_the_formula(head_dim, num_sms, interpreted, monkeypatch):
+@pytest.mark.parametrize(
+    ("head_dim", "num_sms", "joined"),
+    [(64, 1, False), (64, 1, True), (80, 1, False), pytest.param(256, 3, False, marks=pytest.mark.slow)],
+)
+def test_interpreted_kernel_equals_the_formula(head_dim, num_sms, joined, interpreted, monkeypatch):
     """Packed documents with a window and a soft cap, grouped queries: tiles unseen, seen wholly or in part; one block
     that takes all tiles, so that each slot is used again, and three for four. T is a multiple of the tiles: TMA reads
     zeros beyond the end, the interpreter an error (that no thread is told of, so that the others wait for ever)."""
     monkeypatch.setattr(schedule, "NUM_SMS", num_sms)
-    B, T, N, K, H = 1, 256, 2, 1, head_dim
+    B, T, N, K, H = (1, 128, 4, 2, head_dim) if joined else (1, 256, 2, 1, head_dim)
     keys = jax.random.split(jax.random.key(0), 4)
     q, k, v, d_out = (
         jax.random.normal(key, (B, T, heads, H), jnp.bfloat16) for key, heads in zip(keys, (N, K, K, N), strict=True)
@@ -302,8 +388,16 @@ def test_interpreted_kernel_equals_the_formula(head_dim, num_sms, interpreted, m
     bounds = bounds_of(T, masks.CAUSAL & masks.window(120), np.repeat([0, 1], [40, T - 40]))
     options = dict(scale=0.3, soft_cap=4.0)
 
-    forward = jax.jit(functools.partial(kernel.forward, **options, interpret=interpreted))
-    backward = jax.jit(functools.partial(kernel.backward, **options, interpret=interpreted))
+    forward = jax.jit(
+        functools.partial(
+            in_one_array(kernel.joined_forward) if joined else kernel.forward, **options, interpret=interpreted
+        )
+    )
+    backward = jax.jit(
+        functools.partial(
+            in_one_array(kernel.joined_backward) if joined else kernel.backward, **options, interpret=interpreted
+        )
+    )
     in_float32 = [a.astype(jnp.float32) for a in (q, k, v)]
     out, lse = stand_in_forward(*in_float32, *bounds, **options)
     wants = stand_in_backward(*in_float32, None, None, d_out.astype(jnp.float32), *bounds, **options)
@@ -311,6 +405,19 @@ def test_interpreted_kernel_equals_the_formula(head_dim, num_sms, interpreted, m
     for mine, expected in zip(got, (out, lse, *wants), strict=True):
         mine, expected = np.asarray(mine, np.float64), np.asarray(expected, np.float64)
         assert np.linalg.norm(mine - expected) < 2**-8 * np.linalg.norm(expected)  # bfloat16: two roundings
+
+
+def in_one_array(run):
+    """The kernel of joined queries, keys and values with the arguments and results of the one of separate ones."""
+
+    def call(q, k, v, *others, **options):
+        batch, length, kv_heads, head_dim = k.shape
+        grouped = q.reshape(batch, length, kv_heads, -1, head_dim)
+        joined = jnp.concatenate([grouped, k[:, :, :, None], v[:, :, :, None]], 3)
+        results = run(joined, *others, **options)
+        return results if len(results) > 1 else apart(results[0])
+
+    return call
 
 
 def test_packed_images_with_heads_of_72_equal_the_formula(interpreted, stand_in, make_test_mesh, monkeypatch):
@@ -367,12 +474,27 @@ for length, head_dim, dtype, soft_cap in cases:
         text = jax.jit(run, static_argnums=5).lower(*arrays, soft_cap).compile().as_text()
     print(length, text.count('custom_call_target="mosaic_gpu'))
 
+def joined(joined, d_out):
+    parts = jnp.split(joined, (4, 5), 3)
+    q, k, v = (a.reshape(*a.shape[:2], -1, 64) for a in parts)
+    how = dict(mask=masks.CAUSAL, scale=0.1, backend="pallas")
+    out, vjp = jax.vjp(lambda joined: attention(q, k, v, joined=joined, **how), joined)
+    return out, vjp(d_out)
+
+with jax.set_mesh(mesh):
+    def array(*shape):
+        spec = activation_spec(shape, ("batch", "time", "kv_heads", None, None)[: len(shape)])
+        return jax.ShapeDtypeStruct(shape, "bfloat16", sharding=NamedSharding(mesh, spec))
+    text = jax.jit(joined).lower(array(4, 1000, 2, 6, 64), array(4, 1000, 8, 64)).compile().as_text()
+print("joined", text.count('custom_call_target="mosaic_gpu'))
+arrays = [array(4, 128, heads, 64) for heads in (8, 4, 4, 8)]
+
 def layers(q, k, v, d_out):
     attend = lambda q, k, v: attention(q, k, v, mask=masks.CAUSAL, scale=0.1, backend="pallas")
     return jax.vjp(lambda q, k, v: attend(attend(q, k, v), k, v), q, k, v)[1](d_out)
 
 with jax.set_mesh(mesh):
-    text = jax.jit(layers).lower(*arrays[:3], arrays[4]).compile().as_text()
+    text = jax.jit(layers).lower(*arrays).compile().as_text()
 zeros = [line for line in text.splitlines() if " = (f32[" in line and "broadcast" in line.split(" = ")[0]]
 print("zeros made at once:", len(zeros))
 """  # noqa: E501
@@ -381,7 +503,7 @@ print("zeros made at once:", len(zeros))
 @pytest.mark.cuda_wheels
 def test_kernel_compiles_for_hopper_on_a_mesh(compile_for_hopper):
     *kernels, zeros = [line.split()[-1] for line in compile_for_hopper(PROGRAM)]
-    assert kernels == ["2"] * 7  # forward, backward
+    assert kernels == ["2"] * 8  # forward, backward
     assert zeros == "0"  # in one operation for both layers, which has the memory of both
 
 

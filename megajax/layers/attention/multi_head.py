@@ -26,6 +26,7 @@ from megajax.mesh.sharding import constrain
 from megajax.ops.attention_backends import BackendName
 from megajax.ops.attention_mask import CAUSAL, Mask, window
 from megajax.ops.joining import split
+from megajax.ops.matmul import add_bias
 from megajax.parallel.context import ContextMethod, attention
 from megajax.parameters import weight
 
@@ -235,7 +236,7 @@ class Attention(nnx.Module):
         key: for config.dropout of the attention probabilities; None: no dropout.
         """
         config = self.config
-        q_BTNH, k_BTKH, v_BTKH = self._project(x_BTD, has_gradient=cache is None)
+        q_BTNH, k_BTKH, v_BTKH, joined = self._project(x_BTD, has_gradient=cache is None)
         q_BTNH = rotated(q_BTNH, config, inputs)
         k_BTKH = rotated(k_BTKH, config, inputs)
         options = attention_options(config, self.sinks[...] if config.sinks else None)
@@ -244,7 +245,7 @@ class Attention(nnx.Module):
         if cache is not None:
             out_BTNH, cache = cache.attend(q_BTNH, k_BTKH, v_BTKH, **options)
         else:
-            out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, config, inputs, key, options)
+            out_BTNH = attend(q_BTNH, k_BTKH, v_BTKH, config, inputs, key, options | {"joined": joined})
         return self.out(out_BTNH), cache, Terms()
 
     def _normed(self, norm: Norm, x_BTNH: jax.Array) -> jax.Array:
@@ -271,23 +272,33 @@ class Attention(nnx.Module):
             (self.query, self.key, self.value), (config.embed_dim, config.kv_heads, -1, config.head_dim), 2
         )
 
-    def _project(self, x_BTD: jax.Array, *, has_gradient: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _project(
+        self, x_BTD: jax.Array, *, has_gradient: bool
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Queries, keys, both normalised, and values, computed by one matmul: concatenated per key-value head, the dim
-        that `tensor` splits."""
+        that `tensor` splits. And all together, [B, T, K, G + 2, H], if they are as attention reads them."""
         config = self.config
-        K = config.kv_heads
         H = config.head_dim
-        heads = config.num_heads // K
+        heads = config.num_heads // config.kv_heads
         joined = side_by_side(x_BTD, *self.side_by_side, has_gradient=has_gradient)
         is_normed = not has_gradient and self._norms_are_alike
-        if is_normed:
-            joined = self._normed_together(joined)
-        # XLA computes gradients through a rotation in the concatenation, but not in the selects of `join`.
-        has_rope = config.rope != "none"
-        q, k, v = jnp.split(joined, (heads, heads + 1), 3) if has_rope else split(joined, 3, (heads, 1, 1))
-        q = self.query.add_bias(q.reshape(*x_BTD.shape[:2], config.num_heads, H))
-        k = self.key.add_bias(k[..., 0, :])
-        v = self.value.add_bias(v[..., 0, :])
+        is_final = has_gradient and config.rope == "none" and config.qk_norm is None
+        if is_final:
+            if config.qkv_bias:  # as one dim: the epilogue of a matmul adds a vector
+                joined = add_bias(joined.reshape(*x_BTD.shape[:2], -1), self._biases().ravel()).reshape(joined.shape)
+            joined = checkpoint_name(constrain(joined, "batch", "time", "kv_heads", None, None), "qkv")
+            q, k, v = split(joined, 3, (heads, 1, 1))
+        else:
+            joined = self._normed_together(joined) if is_normed else joined
+            # XLA computes gradients through a rotation in its concatenation, but not in the selects of `split`.
+            q, k, v = jnp.split(joined, (heads, heads + 1), axis=3)
+        q = q.reshape(*x_BTD.shape[:2], config.num_heads, H)
+        k = k[..., 0, :]
+        v = v[..., 0, :]
+        if not is_final:
+            q = self.query.add_bias(q)
+            k = self.key.add_bias(k)
+            v = self.value.add_bias(v)
         q = constrain(q, "batch", "time", "heads", None)
         k = constrain(k, "batch", "time", "kv_heads", None)
         v = constrain(v, "batch", "time", "kv_heads", None)
@@ -295,7 +306,14 @@ class Attention(nnx.Module):
         if config.qk_norm is not None and not is_normed:
             q = self._normed(self.query_norm, q)
             k = self._normed(self.key_norm, k)
-        return q, k, v
+        return q, k, v, joined if is_final else None
+
+    def _biases(self) -> jax.Array:
+        """Those of queries, keys and values, [K, G + 2, H]."""
+        config = self.config
+        shape = (config.kv_heads, -1, config.head_dim)
+        of_key = self.key.bias[...] if config.key_bias else jnp.zeros_like(self.value.bias[...])
+        return jnp.concatenate([a.reshape(shape) for a in (self.query.bias[...], of_key, self.value.bias[...])], 1)
 
 
 def rotated(x_BTNH: jax.Array, config: AttentionConfig, inputs: dict) -> jax.Array:
