@@ -144,34 +144,60 @@ def backward(
     return d_wide.reshape(wide_R2F.shape), d_weights_R
 
 
-@functools.partial(jax.jit, static_argnames=("function", "interpret"))
+@functools.partial(jax.jit, static_argnames=("function", "with_sums", "interpret"))
 def unweighted_backward(
-    wide_RWF: jax.Array, d_hidden_RF: jax.Array, *, function: str, interpret: Any = None
-) -> jax.Array:
-    """-> d_wide [R, W, F] in the dtype of wide, of rows that are all filled and have no weights. W: 2 (gate, up), or 1
-    of an activation that is not gated."""
+    wide_RWF: jax.Array, d_hidden_RF: jax.Array, *, function: str, with_sums: bool = False, interpret: Any = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """-> (d_wide [R, W, F] in the dtype of wide, of rows that are all filled and have no weights; with_sums: its sum
+    over the rows, the gradient of a bias, [W, F] float32). W: 2 (gate, up), or 1 of an activation that is not gated.
+
+    With sums a block computes a piece of each of its rows before the next piece, so that it keeps the sums of one piece
+    in registers.
+    """
     rows, parts, width = wide_RWF.shape
     f = FUNCTIONS[function]
+    blocks = _blocks(rows)
 
-    def body(wide_ref, d_hidden_ref, d_wide_ref):
+    def body(wide_ref, d_hidden_ref, d_wide_ref, *sums_refs):
+        block = lax.axis_index("block")
+
+        def write(row, piece) -> list[jax.Array]:
+            """Writes the gradients of a piece of a row -> the same in float32."""
+            d_hidden = _load(d_hidden_ref, row, piece)
+            activated, slope = f(_load(wide_ref, row, 0, piece))
+            found = [d_hidden * slope]
+            if parts == 2:
+                found = [found[0] * _load(wide_ref, row, 1, piece), d_hidden * activated]
+            for part, d_part in enumerate(found):
+                d_wide_ref[row, part, piece] = d_part.astype(wide_RWF.dtype)
+            return found
+
         def one_row(row):
             def one_piece(piece, _):
-                first = _load(wide_ref, row, 0, piece)
-                d_hidden = _load(d_hidden_ref, row, piece)
-                activated, slope = f(first)
-                d_first = d_hidden * slope
-                if parts == 2:
-                    d_first *= _load(wide_ref, row, 1, piece)
-                    d_wide_ref[row, 1, piece] = (d_hidden * activated).astype(wide_RWF.dtype)
-                d_wide_ref[row, 0, piece] = d_first.astype(wide_RWF.dtype)
+                write(row, piece)
 
             _for_each_piece(width, one_piece, lambda lines: None)
 
-        _for_each_row(rows, rows, one_row, lambda row: None)
+        def one_piece_of_each_row(piece, _):
+            def add(number, sums):
+                found = write(block + number * blocks, piece)
+                return [total + d_part for total, d_part in zip(sums, found, strict=True)]
 
-    out = jax.ShapeDtypeStruct((rows, parts, width // LINE, LINE), wide_RWF.dtype)
-    run = _call(body, out, rows, interpret)
-    return run(_in_lines(wide_RWF), _in_lines(d_hidden_RF)).reshape(wide_RWF.shape)
+            sums = lax.fori_loop(0, _rows_of(block, rows), add, [_zeros(piece.size)] * parts)
+            for part, total in enumerate(sums):
+                sums_refs[0][block, part, piece] = total
+
+        if with_sums:
+            _for_each_piece(width, one_piece_of_each_row, lambda lines: None)
+        else:
+            _for_each_row(rows, rows, one_row, lambda row: None)
+
+    lines = width // LINE
+    out = [jax.ShapeDtypeStruct((rows, parts, lines, LINE), wide_RWF.dtype)]
+    if with_sums:
+        out.append(jax.ShapeDtypeStruct((blocks, parts, lines, LINE), jnp.float32))
+    d_wide, *sums = _call(body, out, rows, interpret)(_in_lines(wide_RWF), _in_lines(d_hidden_RF))
+    return d_wide.reshape(wide_RWF.shape), jnp.sum(sums[0], 0).reshape(parts, width) if with_sums else None
 
 
 def _for_each_row(rows: int, count, one_row: Callable, empty_row: Callable) -> None:
@@ -184,7 +210,12 @@ def _for_each_row(rows: int, count, one_row: Callable, empty_row: Callable) -> N
         pl.when(row < count)(lambda: one_row(row))
         pl.when(row >= count)(lambda: empty_row(row))
 
-    lax.fori_loop(0, lax.div(rows - block + blocks - 1, blocks), visit, None)
+    lax.fori_loop(0, _rows_of(block, rows), visit, None)
+
+
+def _rows_of(block, rows: int):
+    """How many rows a block has: every `blocks`-th."""
+    return lax.div(rows - block + _blocks(rows) - 1, _blocks(rows))
 
 
 def _clear(lines_ref) -> None:

@@ -253,11 +253,9 @@ def _low_precision(
     return low_precision_matmul(x, weights, axis, num_contracted, recipe, gathered)
 
 
-def add_stacked_biases(y: jax.Array, linears: Sequence[Linear]) -> jax.Array:
-    """y [..., len(linears), N], their stacked products, plus their biases if they have any."""
-    if not hasattr(linears[0], "bias"):
-        return y
-    return ops.add_bias(y, jnp.stack([linear.bias[...] for linear in linears]))
+def stacked_biases(linears: Sequence[Linear]) -> jax.Array | None:
+    """Those of Linears with equal outputs [N], [len(linears), N], if they have any."""
+    return jnp.stack([linear.bias[...] for linear in linears]) if hasattr(linears[0], "bias") else None
 
 
 def joinable(layer: nnx.Module) -> Iterator[tuple[list[str], tuple[int, ...], int]]:

@@ -18,6 +18,7 @@ from megajax.mesh import compat
 from megajax.mesh.current import free_axes, manual
 from megajax.mesh.sharding import activation_spec, axes_of
 from megajax.ops.choice import log_choice
+from megajax.ops.matmul import add_bias_gradient
 
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "swiglu", "geglu", "geglu_tanh"]
 
@@ -45,9 +46,13 @@ OF_KERNEL = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh", "gelu
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def activate(wide_WF: jax.Array, name: Activation) -> jax.Array:
+def activate(wide_WF: jax.Array, name: Activation, bias_WF: jax.Array | None = None) -> jax.Array:
     """f(gate) * up of [..., 2, F] if gated, else f of [..., 1, F] -> [..., F], in the same dtype. Of four dims, the
-    first two are batch and time."""
+    first two are batch and time.
+
+    bias: [2 or 1, F]; what wide has been given as a constant. The gradient of the bias is computed here, in float32,
+    because that of wide need not be read again for it.
+    """
     return _formula(wide_WF, name)
 
 
@@ -59,11 +64,12 @@ def _formula(wide_WF, name):
     return hidden_F * parts[1] if name in GATED else hidden_F
 
 
-def _forward(wide_WF, name):
-    return _formula(wide_WF, name), wide_WF
+def _forward(wide_WF, name, bias_WF):
+    return _formula(wide_WF, name), (wide_WF, bias_WF)
 
 
-def _backward(name, wide_WF, d_hidden_F):
+def _backward(name, residuals, d_hidden_F):
+    wide_WF, bias_WF = residuals
     if name in (*GATED, *OF_KERNEL) and wide_WF.ndim == 4:
         spec = activation_spec(wide_WF.shape, ("batch", "time", None, "mlp"))
         reason = kernel_problem(wide_WF, spec, name)
@@ -71,10 +77,12 @@ def _backward(name, wide_WF, d_hidden_F):
             "gradient of the activation", f"XLA ({reason})" if reason else "our kernel (pallas_kernels/gated.py)"
         )
         if not reason:
-            return (_backward_by_kernel(OF_KERNEL[name], spec, wide_WF, d_hidden_F),)
+            d_wide_WF, d_bias_WF = _backward_by_kernel(OF_KERNEL[name], spec, wide_WF, d_hidden_F, bias_WF is not None)
+            return d_wide_WF, None if bias_WF is None else d_bias_WF.astype(bias_WF.dtype)
     # The barrier prevents XLA from reusing the tanh of the forward pass, which would have to be stored.
     wide_WF = jax.lax.optimization_barrier(wide_WF)
-    return jax.vjp(functools.partial(_formula, name=name), wide_WF)[1](d_hidden_F)
+    (d_wide_WF,) = jax.vjp(functools.partial(_formula, name=name), wide_WF)[1](d_hidden_F)
+    return d_wide_WF, None if bias_WF is None else add_bias_gradient(bias_WF, d_wide_WF)
 
 
 activate.defvjp(_forward, _backward)
@@ -95,13 +103,17 @@ def kernel_problem(wide: jax.Array, spec: P, name: Activation) -> str:
     return kernel.problem(math.prod(rows), width, wide.dtype)
 
 
-def _backward_by_kernel(function: str, spec: P, wide_BTWF: jax.Array, d_hidden_BTF: jax.Array) -> jax.Array:
+def _backward_by_kernel(function: str, spec: P, wide_BTWF: jax.Array, d_hidden_BTF: jax.Array, has_bias: bool):
+    """-> (d_wide, d_bias [W, F] float32 or None)."""
+    tokens = (*axes_of(spec[0]), *axes_of(spec[1]))
+
     def body(wide_BTWF, d_hidden_BTF):
         from pallas_kernels import gated as kernel
 
         wide_RWF = wide_BTWF.reshape(-1, *wide_BTWF.shape[2:])
         d_hidden_RF = d_hidden_BTF.reshape(-1, d_hidden_BTF.shape[2])
-        d_wide_RWF = kernel.unweighted_backward(wide_RWF, d_hidden_RF, function=function)
-        return compat.vary(d_wide_RWF.reshape(wide_BTWF.shape), compat.varying_axes(wide_BTWF))
+        results = kernel.unweighted_backward(wide_RWF, d_hidden_RF, function=function, with_sums=has_bias)
+        d_wide_RWF, d_bias_WF = compat.vary(results, compat.varying_axes(wide_BTWF))
+        return d_wide_RWF.reshape(wide_BTWF.shape), jax.lax.psum(d_bias_WF, tokens) if has_bias else None
 
-    return manual(body, (spec, P(*spec[:2], spec[3])), spec)(wide_BTWF, d_hidden_BTF)
+    return manual(body, (spec, P(*spec[:2], spec[3])), (spec, P(None, spec[3])))(wide_BTWF, d_hidden_BTF)

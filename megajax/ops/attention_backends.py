@@ -116,8 +116,15 @@ class Backend:
         return ""
 
     def reads_joined(self, inputs: Inputs) -> bool:
-        """Whether it takes q, k and v in one array as q, with None for the others, and returns its gradient so."""
+        """Whether it has joined_forward and joined_backward, as forward and backward of one array that has q, k and v,
+        [B, T, K, G + 2, H], and of its gradient."""
         return False
+
+    def joined_forward(self, joined, pairs: Pairs) -> tuple[jax.Array, jax.Array]:
+        raise NotImplementedError
+
+    def joined_backward(self, joined, out, lse, d_out, pairs: Pairs) -> jax.Array:
+        raise NotImplementedError
 
     def forward(self, q, k, v, pairs: Pairs) -> tuple[jax.Array, jax.Array]:
         """-> (out [B, T, N, H] in q's dtype, log-sum-exp [B, N, T] float32)."""
@@ -265,23 +272,27 @@ class Pallas(Backend):
     def reads_joined(self, inputs: Inputs) -> bool:
         return inputs.head_dim == inputs.value_dim and inputs.head_dim in self.kernel.HEAD_DIMS
 
-    def forward(self, q, k, v, pairs):
+    def joined_forward(self, joined, pairs):
         how = dict(scale=pairs.options.scale, soft_cap=pairs.options.soft_cap)
-        if k is None:
-            return _marked(self.kernel.joined_forward(q, *pairs.bounds(), **how), q)
+        return _marked(self.kernel.joined_forward(joined, *pairs.bounds(), **how), joined)
+
+    def joined_backward(self, joined, out, lse, d_out, pairs):
+        how = dict(scale=pairs.options.scale, soft_cap=pairs.options.soft_cap, ordered=pairs.options.deterministic)
+        (d_joined,) = self.kernel.joined_backward(joined, out, lse, d_out, *pairs.bounds(), **how)
+        return _marked(d_joined, joined)
+
+    def forward(self, q, k, v, pairs):
         dim = self._dim(q.shape[-1], v.shape[-1])
         arrays = (_padded(a, dim) for a in (q, k, v))
+        how = dict(scale=pairs.options.scale, soft_cap=pairs.options.soft_cap)
         out, lse = self.kernel.forward(*arrays, *pairs.bounds(), **how)
         return _marked((out[..., : v.shape[-1]], lse), q)
 
     def backward(self, q, k, v, out, lse, d_out, pairs):
-        how = dict(scale=pairs.options.scale, soft_cap=pairs.options.soft_cap, ordered=pairs.options.deterministic)
-        if k is None:
-            (d_joined,) = self.kernel.joined_backward(q, out, lse, d_out, *pairs.bounds(), **how)
-            return _marked(d_joined, q), None, None
         dim = self._dim(q.shape[-1], v.shape[-1])
         q_wide, k_wide, v_wide, out_wide, d_out_wide = (_padded(a, dim) for a in (q, k, v, out, d_out))
         arrays = (q_wide, k_wide, v_wide, out_wide, lse, d_out_wide)
+        how = dict(scale=pairs.options.scale, soft_cap=pairs.options.soft_cap, ordered=pairs.options.deterministic)
         gradients = self.kernel.backward(*arrays, *pairs.bounds(), **how)
         return _marked(tuple(d[..., : a.shape[-1]] for d, a in zip(gradients, (q, k, v), strict=True)), q)
 

@@ -273,12 +273,13 @@ def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
     return x + bias.astype(x.dtype)
 
 
-def _add_bias_backward(bias, d_out):
+def add_bias_gradient(bias: jax.Array, d_out: jax.Array) -> jax.Array:
+    """Of the bias, like it."""
     rows = tuple(range(d_out.ndim - bias.ndim))
-    return d_out, d_out.astype(jnp.float32).sum(rows).astype(bias.dtype)
+    return d_out.astype(jnp.float32).sum(rows).astype(bias.dtype)
 
 
-add_bias.defvjp(lambda x, bias: (add_bias(x, bias), bias), _add_bias_backward)
+add_bias.defvjp(lambda x, bias: (add_bias(x, bias), bias), lambda bias, d: (d, add_bias_gradient(bias, d)))
 
 
 def dot_precision(dtype: jnp.dtype) -> jax.lax.Precision:

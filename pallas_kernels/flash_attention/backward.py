@@ -49,8 +49,8 @@ def backward(
     heads = Heads(q_BTNH.shape[2], k_BSKH.shape[2])
     how = scale, soft_cap, ordered, interpret
     arrays = q_BTNH, k_BSKH, v_BSKH
-    d_q, d_kv = _backward(arrays, (out_BTNH, d_out_BTNH), lse_BNT, (lower_BT, upper_BT), heads, *how)
-    return d_q, *d_kv
+    d_q, (d_k, d_v) = _backward(arrays, (out_BTNH, d_out_BTNH), lse_BNT, (lower_BT, upper_BT), heads, *how)
+    return d_q, d_k, d_v
 
 
 @joins_batches
@@ -95,13 +95,14 @@ def _backward(arrays, outs, lse_BNT, bounds, heads: Heads, scale, soft_cap, orde
     dtype = arrays[0].dtype
     tiles = TILES[head_dim]
     block_q = tiles.backward_queries
-    ranges = ranges_of_queries(*bounds, block_q, tiles.backward_keys, num_keys)
+    lower_BT, upper_BT = bounds
+    ranges = ranges_of_queries(lower_BT, upper_BT, block_q, tiles.backward_keys, num_keys)
     bytes_of_head = heads.group * length * head_dim * (4 + 2 * dtype.itemsize)
     # If ordered, tiles that add first are claimed first: no tile waits for one that has not been claimed.
     schedule = Schedule(batch, heads.keys, ranges.shape[1], bytes_of_head, last_first=ordered, interpret=interpret)
     beyond = (0, -length % block_q)
     # Queries beyond the end have the mask of the last one, with p = exp2(0 - 1e30) = 0.
-    bounds = jnp.pad(jnp.stack(bounds, 1), [(0, 0), (0, 0), beyond], mode="edge")
+    bounds = jnp.pad(jnp.stack([lower_BT, upper_BT], 1), [(0, 0), (0, 0), beyond], mode="edge")
     out_BTNH, d_out_BTNH = outs
     delta_BNT = jnp.sum(out_BTNH.astype(jnp.float32) * d_out_BTNH.astype(jnp.float32), -1).transpose(0, 2, 1)
     lse_BNT = jnp.pad(lse_BNT * LOG2E, [(0, 0), (0, 0), beyond], constant_values=-MASKED_SCORE)

@@ -47,8 +47,11 @@ def test_gradient_without_weights_matches_the_formula(rows, parts, width, functi
         return activated * wide[:, 1] if parts == 2 else activated
 
     _, vjp = jax.vjp(formula, wide.astype(jnp.float32))
-    got = kernel.unweighted_backward(wide, d_hidden, function=function)
-    check(got, vjp(d_hidden.astype(jnp.float32))[0])
+    (want,) = vjp(d_hidden.astype(jnp.float32))
+    for with_sums in (False, True):
+        d_wide, sums = kernel.unweighted_backward(wide, d_hidden, function=function, with_sums=with_sums)
+        check(d_wide, want)
+    check(sums, want.sum(0))
 
 
 def check(got, want):

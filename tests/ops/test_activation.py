@@ -77,23 +77,35 @@ def test_backward_pass_keeps_the_products_alone(name):
 
 
 @pytest.mark.parametrize("name", OF_KERNEL)
-def test_kernel_gives_the_gradient_of_batches_on_every_mesh(name, mesh, monkeypatch):
-    """It needs a Hopper GPU: here something with the same results stands for it."""
+@pytest.mark.parametrize("by_kernel", [True, False])
+def test_gradients_of_batches_and_of_a_bias_on_every_mesh(name, by_kernel, mesh, monkeypatch):
+    """The kernel needs a Hopper GPU: here something with the same results stands for it."""
     given_rows = []
 
-    def unweighted_backward(wide_RWF, d_hidden_RF, *, function):
+    def unweighted_backward(wide_RWF, d_hidden_RF, *, function, with_sums):
         given_rows.append((wide_RWF.shape, function))
-        return value_and_gradient(formula, name, wide_RWF, d_hidden_RF)[1]
+        d_wide_RWF = value_and_gradient(formula, name, wide_RWF, d_hidden_RF)[1]
+        return d_wide_RWF, d_wide_RWF.sum(0) if with_sums else None
 
-    monkeypatch.setattr(compat, "mosaic_problem", lambda: "")
-    monkeypatch.setattr(kernel, "problem", lambda *_: "")
-    monkeypatch.setattr(kernel, "unweighted_backward", unweighted_backward)
+    if by_kernel:
+        monkeypatch.setattr(compat, "mosaic_problem", lambda: "")
+        monkeypatch.setattr(kernel, "problem", lambda *_: "")
+        monkeypatch.setattr(kernel, "unweighted_backward", unweighted_backward)
     parts = 2 if name in GATED else 1
     rng = np.random.default_rng(0)
-    given = [rng.standard_normal(shape).astype(np.float32) for shape in ((8, 16, parts, 4), (8, 16, 4))]
-    results = jax.jit(lambda *given: value_and_gradient(activate, name, *given))(*given)
-    for got, want in zip(results, value_and_gradient(formula, name, *given), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)  # float32
+    given = [rng.standard_normal(shape).astype(np.float32) for shape in ((8, 16, parts, 4), (parts, 4), (8, 16, 4))]
+
+    def run(op, wide, bias, d_hidden):
+        hidden, vjp = jax.vjp(op, wide, bias)
+        return hidden, *vjp(d_hidden)
+
+    def with_bias(wide, bias):
+        return activate(wide + jax.lax.stop_gradient(bias), name, bias)
+
+    results = jax.jit(lambda *given: run(with_bias, *given))(*given)
+    wanted = run(lambda wide, bias: formula(wide + bias, name), *given)
+    for got, want in zip(results, wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)  # float32
     tensor = mesh.shape["tensor"]
     rows = 8 * 16 * tensor * mesh.shape["pipeline"] // mesh.size
-    assert given_rows == [((rows, parts, 4 // tensor), OF_KERNEL[name])]
+    assert given_rows == [((rows, parts, 4 // tensor), OF_KERNEL[name])] * by_kernel

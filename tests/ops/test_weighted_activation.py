@@ -151,9 +151,11 @@ def test_interpreted_kernel_equals_the_formula(rows, count, width, function, mon
         np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=2**-8, atol=1e-4)
     for parts, unweighted in ((2, lambda wide: FUNCTIONS[function](wide[:, 0]) * wide[:, 1]),
                               (1, lambda wide: FUNCTIONS[function](wide[:, 0]))):  # fmt: skip
-        d_wide = kernel.unweighted_backward(wide[:, :parts], d_hidden, **how)
         (want,) = jax.vjp(unweighted, exact[0][:, :parts])[1](exact[2])
-        np.testing.assert_allclose(d_wide.astype(jnp.float32), want, rtol=2**-8, atol=1e-4)
+        for with_sums in (False, True):
+            d_wide, sums = kernel.unweighted_backward(wide[:, :parts], d_hidden, with_sums=with_sums, **how)
+            np.testing.assert_allclose(d_wide.astype(jnp.float32), want, rtol=2**-8, atol=1e-4)
+        np.testing.assert_allclose(sums, want.sum(0), rtol=1e-5, atol=1e-4)
 
 
 PROGRAM = """

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.layers.dropout import DropoutKey
 from megajax.layers.layer import Activation, Branch, BranchConfig, Flops, Terms, check_divisible
-from megajax.layers.linear import Linear, add_stacked_biases, input_axis, side_by_side
+from megajax.layers.linear import Linear, input_axis, side_by_side, stacked_biases
 from megajax.mesh.config import MeshConfig
 from megajax.mesh.sharding import constrain
 from megajax.ops import activation as nonlinearity
@@ -88,8 +88,11 @@ class Mlp(nnx.Module):
         wide = self._wide()
         shape = (config.embed_dim, 1, config.mlp_dim)
         joined_BTWF = side_by_side(x_BTD, wide, shape, axis=1, has_gradient=cache is None)
-        wide_BTWF = add_stacked_biases(constrain(joined_BTWF, "batch", "time", None, "mlp"), wide)
-        hidden_BTF = activate(checkpoint_name(wide_BTWF, "mlp_wide"), config.activation)
+        wide_BTWF = constrain(joined_BTWF, "batch", "time", None, "mlp")
+        bias_WF = stacked_biases(wide)
+        if bias_WF is not None:
+            wide_BTWF += jax.lax.stop_gradient(bias_WF).astype(wide_BTWF.dtype)
+        hidden_BTF = activate(checkpoint_name(wide_BTWF, "mlp_wide"), config.activation, bias_WF)
         return self.down(checkpoint_name(hidden_BTF, "mlp_hidden")), cache, Terms()
 
     def _wide(self) -> tuple[Linear, ...]:
