@@ -159,13 +159,11 @@ def _backward_body(q, k, v, sinks, bias, out, lse, d_out, arrays, *, plan, lse_s
     if plan.over_heads:
         q, k, v, out, d_out, arrays = _to_heads((q, k, v, out, d_out), arrays)
     pairs = _Sequences(plan.options, q, q if k is None else k, sinks, bias, arrays, plan.over_heads)
-    gradients: tuple[jax.Array | None, ...]
-    if k is None:
-        gradients = plan.backend.joined_backward(q, out, lse, d_out, pairs), None, None
-    else:
-        gradients = plan.backend.backward(q, k, v, out, lse, d_out, pairs)
-    d_bias = None if bias is None else _sum_of_tokens(gradients[3], lse_spec)
     d_sinks = gradient_of_sinks(sinks, out, lse, d_out, lse_spec)
+    if k is None:
+        return plan.backend.joined_backward(q, out, lse, d_out, pairs), None, None, d_sinks, None
+    gradients = plan.backend.backward(q, k, v, out, lse, d_out, pairs)
+    d_bias = None if bias is None else _sum_of_tokens(gradients[3], lse_spec)
     gradients = map(_to_sequence, gradients[:3]) if plan.over_heads else gradients[:3]
     return *gradients, d_sinks, d_bias
 
