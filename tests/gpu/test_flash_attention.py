@@ -71,6 +71,38 @@ def test_no_less_exact_than_cudnn(case, caplog):
     assert chosen == "attention: pallas" or chosen.startswith(f"attention: pallas (head dim {case[4]}, padded to")
 
 
+JOINED = ("causal", "no whole tile", "packed window, 64, no whole tile", "packed, not causal", "causal, 256")
+
+
+@pytest.mark.parametrize("case", [CASES[name] for name in JOINED], ids=JOINED)
+def test_joined_queries_keys_and_values_give_what_separate_ones_give(case):
+    batch, length, heads, kv_heads, head_dim, window, packed, soft_cap, causal, dtype = case
+    group = heads // kv_heads
+    of_joined, of_d_out = jax.random.split(jax.random.key(0))
+    joined = jax.random.normal(of_joined, (batch, length, kv_heads, group + 2, head_dim), dtype)
+    d_out = jax.random.normal(of_d_out, (batch, length, heads, head_dim), dtype)
+    ids = jnp.broadcast_to(jnp.arange(length) // 300, (batch, length)) if packed else None
+    mask = masks.CAUSAL & masks.window(window) if causal else masks.FULL
+    how = dict(mask=mask, scale=head_dim**-0.5, soft_cap=soft_cap, segments=None if ids is None else (ids, ids))
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def run(joined, d_out, reads_joined):
+        def op(joined):
+            q, k, v = jnp.split(joined, (group, group + 1), 3)
+            parts = q.reshape(batch, length, heads, head_dim), k[:, :, :, 0], v[:, :, :, 0]
+            return attention(*parts, joined=joined if reads_joined else None, backend="pallas", **how)
+
+        out, vjp = jax.vjp(op, joined)
+        return out, *vjp(d_out)
+
+    poison_memory()
+    out, d_joined = run(joined, d_out, True)
+    want, d_want = run(joined, d_out, False)
+    np.testing.assert_array_equal(np.asarray(out, np.float32), np.asarray(want, np.float32))
+    # The gradients of queries are added in no fixed order.
+    assert error(d_joined, d_want) < 2**-9
+
+
 @st.composite
 def cases(draw):
     length, (heads, kv_heads) = draw(st.integers(2, 700)), draw(st.sampled_from([(4, 4), (4, 2), (6, 1)]))
