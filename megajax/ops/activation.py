@@ -3,7 +3,7 @@
 Dimensions: F feed-forward width, W matmul outputs per token that the nonlinearity reads: 2 (gate, up) if gated, else 1.
 Only these matmul outputs are saved for the backward pass, which recomputes the rest: the tanh or sigmoid that autodiff
 would save costs two passes over the widest array of a layer, 4.4 of 268 ms of gpt_1p3b on one H100.
-On Hopper the backward pass of a gated one in a feed-forward layer is our kernel (pallas_kernels/gated.py).
+On Hopper the backward pass of those in OF_KERNEL, in a feed-forward layer, is our kernel (pallas_kernels/gated.py).
 """
 
 import functools
@@ -64,12 +64,11 @@ def _forward(wide_WF, name):
 
 
 def _backward(name, wide_WF, d_hidden_F):
-    if name in (*GATED, *OF_KERNEL) and wide_WF.ndim == 4:
+    if name in OF_KERNEL and wide_WF.ndim == 4:
         spec = activation_spec(wide_WF.shape, ("batch", "time", None, "mlp"))
         reason = kernel_problem(wide_WF, spec, name)
-        log_choice(
-            "gradient of the activation", f"XLA ({reason})" if reason else "our kernel (pallas_kernels/gated.py)"
-        )
+        chosen = f"XLA ({reason})" if reason else "our kernel (pallas_kernels/gated.py)"
+        log_choice("gradient of the activation", chosen)
         if not reason:
             return (_backward_by_kernel(OF_KERNEL[name], spec, wide_WF, d_hidden_F),)
     # The barrier prevents XLA from reusing the tanh of the forward pass, which would have to be stored.
@@ -81,7 +80,7 @@ activate.defvjp(_forward, _backward)
 
 
 def kernel_problem(wide: jax.Array, spec: P, name: Activation) -> str:
-    """Why our kernel does not compute it of [..., 2, F], sharded like this, or an empty string."""
+    """Why our kernel does not compute it of [..., 2 or 1, F], sharded like this, or an empty string."""
     problem = compat.mosaic_problem()
     if problem:
         return problem

@@ -194,14 +194,11 @@ def rope_tables(config: RopeConfig, head_dim: int, positions_BT: jax.Array) -> t
 def apply_rope(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False) -> jax.Array:
     """Rotates the first R entries of each head by the tables of rope_tables, in float32 -> x's dtype."""
     half = cos.shape[-1]
-    pair = -1 if interleaved else -2  # the axis of a pair's two numbers
-    x32 = (
-        x_BTNH[..., : 2 * half]
-        .astype(jnp.float32)
-        .reshape(*x_BTNH.shape[:-1], *((half, 2) if interleaved else (2, half)))
-    )
+    pair = -1 if interleaved else -2  # the axis of the two numbers that are rotated together
+    pairs = (half, 2) if interleaved else (2, half)
+    x32 = x_BTNH[..., : 2 * half].astype(jnp.float32).reshape(*x_BTNH.shape[:-1], *pairs)
     sines = jnp.stack([-sin, sin], pair)
-    # Each number and its partner: XLA vectorises a reversed axis, and a concatenation of the two results not.
+    # XLA vectorises the reversal of an axis, and not the concatenation of two halves.
     turned = x32 * jnp.expand_dims(cos, (2, pair)) + jnp.flip(x32, pair) * sines[:, :, None]
     turned = turned.reshape(*x_BTNH.shape[:-1], 2 * half).astype(x_BTNH.dtype)
     rest = x_BTNH[..., 2 * half :]
