@@ -40,7 +40,8 @@ def _silu(x):
 
 
 def _gelu_tanh(x):
-    twice, cubic = 2 * math.sqrt(2 / math.pi), 0.044715
+    twice = 2 * math.sqrt(2 / math.pi)
+    cubic = 0.044715
     sigmoid = 1 / (1 + jnp.exp(-twice * x * (1 + cubic * x * x)))  # (1 + tanh(y)) / 2 = sigmoid(2 y)
     value = x * sigmoid
     return value, sigmoid + value * (1 - sigmoid) * twice * (1 + 3 * cubic * x * x)

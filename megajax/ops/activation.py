@@ -3,7 +3,7 @@
 Dimensions: F feed-forward width, W matmul outputs per token that the nonlinearity reads: 2 (gate, up) if gated, else 1.
 Only these matmul outputs are saved for the backward pass, which recomputes the rest: the tanh or sigmoid that autodiff
 would save costs two passes over the widest array of a layer, 4.4 of 268 ms of gpt_1p3b on one H100.
-On Hopper the backward pass of a gated one in a feed-forward layer is our kernel (pallas_kernels/gated.py).
+On Hopper the backward pass of those in OF_KERNEL, in a feed-forward layer, is our kernel (pallas_kernels/gated.py).
 """
 
 import functools
@@ -70,12 +70,11 @@ def _forward(wide_WF, name, bias_WF):
 
 def _backward(name, residuals, d_hidden_F):
     wide_WF, bias_WF = residuals
-    if name in (*GATED, *OF_KERNEL) and wide_WF.ndim == 4:
+    if name in OF_KERNEL and wide_WF.ndim == 4:
         spec = activation_spec(wide_WF.shape, ("batch", "time", None, "mlp"))
         reason = kernel_problem(wide_WF, spec, name)
-        log_choice(
-            "gradient of the activation", f"XLA ({reason})" if reason else "our kernel (pallas_kernels/gated.py)"
-        )
+        chosen = f"XLA ({reason})" if reason else "our kernel (pallas_kernels/gated.py)"
+        log_choice("gradient of the activation", chosen)
         if not reason:
             d_wide_WF, d_bias_WF = _backward_by_kernel(OF_KERNEL[name], spec, wide_WF, d_hidden_F, bias_WF is not None)
             return d_wide_WF, None if bias_WF is None else d_bias_WF.astype(bias_WF.dtype)
@@ -89,7 +88,7 @@ activate.defvjp(_forward, _backward)
 
 
 def kernel_problem(wide: jax.Array, spec: P, name: Activation) -> str:
-    """Why our kernel does not compute it of [..., 2, F], sharded like this, or an empty string."""
+    """Why our kernel does not compute it of [..., 2 or 1, F], sharded like this, or an empty string."""
     problem = compat.mosaic_problem()
     if problem:
         return problem

@@ -39,7 +39,7 @@ def problem(experts_nK: jax.Array, matrices: Sequence[jax.Array], dtype: jnp.dty
     num_tokens = experts_nK.shape[0]
     devices = math.prod(free_axes().values())
     reason = compat.mosaic_problem() or (f"{devices} devices" if devices > 1 else "")
-    reason = reason or ("" if name in GATED and name in OF_KERNEL else f"activation {name}")
+    reason = reason or ("" if name in GATED else f"activation {name}")
     if not reason:
         # not at the top: only Hopper needs it, and it takes time to import
         from pallas_kernels import few_rows as kernel

@@ -176,7 +176,7 @@ def array(shape, dtype, *axes):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, rows_spec(*axes)))
 
 for width in (256, 2304, 28672):
-    for name in ("swiglu", "geglu_tanh"):
+    for name in ("swiglu", "geglu", "geglu_tanh"):
         with jax.set_mesh(mesh):
             wide = array((4096, 2, width), jnp.bfloat16, None, "mlp")
             others = array((4096,), jnp.float32), array((8,), jnp.int32), array((4096, width), jnp.bfloat16, "mlp")
@@ -188,4 +188,4 @@ for width in (256, 2304, 28672):
 @pytest.mark.cuda_wheels
 def test_kernel_compiles_for_hopper_on_a_mesh(compile_for_hopper):
     lines = [line.split() for line in compile_for_hopper(PROGRAM)]
-    assert len(lines) == 6 and {line[-1] for line in lines} == {"2"}  # forward, backward
+    assert len(lines) == 9 and {line[-1] for line in lines} == {"2"}  # forward, backward

@@ -194,15 +194,17 @@ def rope_tables(config: RopeConfig, head_dim: int, positions_BT: jax.Array) -> t
 def apply_rope(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array, *, interleaved: bool = False) -> jax.Array:
     """Rotates the first R entries of each head by the tables of rope_tables, in float32 -> x's dtype."""
     half = cos.shape[-1]
-    pair = -1 if interleaved else -2  # the axis of a pair's two numbers
-    x32 = (
-        x_BTNH[..., : 2 * half]
-        .astype(jnp.float32)
-        .reshape(*x_BTNH.shape[:-1], *((half, 2) if interleaved else (2, half)))
-    )
-    sines = jnp.stack([-sin, sin], pair)
-    # Each number and its partner: XLA vectorises a reversed axis, and a concatenation of the two results not.
-    turned = x32 * jnp.expand_dims(cos, (2, pair)) + jnp.flip(x32, pair) * sines[:, :, None]
-    turned = turned.reshape(*x_BTNH.shape[:-1], 2 * half).astype(x_BTNH.dtype)
+    halves = (slice(0, half), slice(half, 2 * half))
+    alternate = (slice(0, 2 * half, 2), slice(1, 2 * half, 2))
+    x32 = x_BTNH.astype(jnp.float32)
+    first, second = (x32[..., entries] for entries in (alternate if interleaved else halves))
     rest = x_BTNH[..., 2 * half :]
+    cos = cos[:, :, None]
+    sin = sin[:, :, None]
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    if interleaved:
+        turned = jnp.stack(turned, -1).reshape(*x_BTNH.shape[:-1], 2 * half)
+    else:
+        turned = jnp.concatenate(turned, -1)
+    turned = turned.astype(x_BTNH.dtype)
     return jnp.concatenate([turned, rest], -1) if rest.shape[-1] else turned
