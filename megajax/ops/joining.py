@@ -2,7 +2,8 @@
 
 XLA's kernel for a concatenation moves one element per thread, 2 bytes in bfloat16, at half of the bandwidth of an H100
 (jaxlib 0.10.2 and 0.11.2). Arrays of one place each are therefore chosen by `select`s: each of them is read once for
-each place, from the cache but for the first time, four elements at a time.
+each place, from the cache but for the first time, four elements at a time. In a stage of a pipeline XLA exchanges parts
+of what is selected by a permutation, in which all devices would have to take part, so there they are concatenated.
 """
 
 import functools
@@ -11,6 +12,8 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from megajax.mesh.current import is_inside_pipeline
 
 MAX_CHOSEN = 4  # arrays; more reads from the cache would take longer than what is saved
 
@@ -23,7 +26,7 @@ def join(parts: Sequence[jax.Array], axis: int) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _join(parts: tuple[jax.Array, ...], axis: int, sizes: tuple[int, ...]) -> jax.Array:
     *others, joined = parts
-    if len(parts) > MAX_CHOSEN or set(sizes) != {1} or axis == joined.ndim - 1:
+    if len(parts) > MAX_CHOSEN or set(sizes) != {1} or axis == joined.ndim - 1 or is_inside_pipeline():
         return jnp.concatenate(parts, axis)
     places = np.arange(len(parts)).reshape(-1, *[1] * (joined.ndim - 1 - axis))
     for place, part in enumerate(others):
