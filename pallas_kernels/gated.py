@@ -1,5 +1,5 @@
-"""Gated activations for Hopper (Pallas, Mosaic GPU): of the rows of experts, times the routing weight of each row, and
-the backward pass of others, whose weights are 1.
+"""Gated activations for Hopper (Pallas, Mosaic GPU): of the rows of experts, times the routing weight of each row; and
+the backward pass of those of other layers, whose weights are 1, or which are not gated: d_x = d_hidden * f'(x).
 
     forward     hidden = f(gate) * up * weight
     backward    d_gate = d_hidden * weight * up * f'(gate);  d_up = d_hidden * weight * f(gate);

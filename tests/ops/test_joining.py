@@ -25,3 +25,14 @@ def test_join_is_the_concatenation_and_split_its_inverse(axis, sizes):
     for one, other in zip(of_join(joined)[0], parts, strict=True):
         np.testing.assert_array_equal(one, other)
     np.testing.assert_array_equal(of_split(tuple(map(jnp.asarray, parts)))[0], joined)
+
+
+def test_stages_of_a_pipeline_have_no_selects(make_test_mesh):
+    """XLA would exchange parts of what is selected by a permutation, in which devices of other stages have no part."""
+
+    def kinds(**sizes):
+        with jax.set_mesh(make_test_mesh(**sizes)):
+            return str(jax.make_jaxpr(lambda *parts: join(parts, 1))(*[jnp.ones((2, 1, 4))] * 2))
+
+    assert "concatenate" not in kinds(tensor=2) and "select" in kinds(tensor=2)
+    assert "concatenate" in kinds(pipeline=2) and "select" not in kinds(pipeline=2)
