@@ -35,11 +35,12 @@ MIN_CHUNK = 16  # tokens of the smallest prefill program
 # and 256 took 12.7 and 13.8 (Llama-3 8B on one H100).
 GPU_MIN_TOKENS = 256
 GPU_TILE = 64  # rows of those of products that so few have
-# Sequences that decode beside most prompts; of calls with room for no more than these, the difference of two sizes, and
-# the largest. With steps of 128 instead of 256, 20 requests/s took 7.9 to 8.7 instead of 8.8 to 8.9 ms a token, and 33
-# instead of 34 to the first one (Llama-3 8B on one H200, 2026-11-26).
+# The smaller calls with prompts have room for FEW_BESIDE sequences or twice as many, ..., and up to MOST_WITH_FEW rows,
+# in steps of STEPS_WITH_FEW times that room. With steps of 128 instead of 256 rows, 20 requests/s took 7.9 to 8.7
+# instead of 8.8 to 8.9 ms a token, and 33 instead of 34 to the first one; with room for 128 besides 64 and 256, 30
+# requests/s took 10.3 instead of 11.6 ms a token, and 38 instead of 46 to the first one (Llama-3 8B, one H200 each).
 FEW_BESIDE = 64
-STEP_WITH_FEW = 128
+STEPS_WITH_FEW = 2
 MOST_WITH_FEW = 1024
 # For a single row, XLA computes small products as a multiplication and a sum, and wrote the products of the key and
 # value matrices to memory: 8 MiB each in every layer of Llama-3 8B (compiled for H100, jaxlib 0.11.2).
@@ -85,8 +86,7 @@ class Shapes(NamedTuple):
         table = -(-max_length // sizes.page_size)
         num_chunks = min(MAX_CHUNKS, sizes.num_rows)
         least = GPU_MIN_TOKENS if has_kernel else MIN_CHUNK
-        # By twos, long prompts took 114 ms to the first token, and 131 by fours: beside more than FEW_BESIDE sequences
-        # there are no other sizes (Llama-3 8B on one H100, 20 requests/s).
+        # By twos, long prompts took 114 ms to the first token, by fours 131 (Llama-3 8B on one H100, 20 requests/s).
         totals = sizes_between(least, max_batch_tokens, 2 if mixes else 4)
         beside = _beside(sizes.num_rows, totals) if mixes else {(tokens, 0) for tokens in totals}
         chunks = sorted({tokens for tokens, _ in beside})
@@ -155,14 +155,23 @@ def _beside(num_rows: int, totals: Items[int]) -> set[tuple[int, int]]:
     """(prompt tokens, rows beside) of calls. totals: of those with room for all num_rows, both together.
 
     Both are together as many as the tiles of products divide (beside 256 sequences 4,096 prompt tokens took 98 ms and
-    alone 78: Llama-3 8B on one H100). Calls with room for few sequences are smaller, and more sizes of them exist.
+    alone 78: Llama-3 8B on one H100). For smaller calls the room matters: with 64 and 256 alone, a prompt of 512 tokens
+    beside 65 sequences was computed with 1,024 rows.
     """
-    fine = range(GPU_MIN_TOKENS, min(MOST_WITH_FEW, totals[-1]) + 1, STEP_WITH_FEW)
-    found = set()
-    for rows, of_both in ((min(num_rows, FEW_BESIDE), fine), (num_rows, totals)):
+
+    def size(total: int, rows: int) -> tuple[int, int]:
         room = -(-rows // GPU_TILE) * GPU_TILE
-        found |= {(max(total, 2 * room) - room, rows) for total in of_both}
-    return found
+        return max(total, 2 * room) - room, rows
+
+    with_all = {size(total, num_rows) for total in totals if total > MOST_WITH_FEW or total in (totals[0], totals[-1])}
+    most_tokens, _ = max(with_all)  # which any number of sequences may be beside
+    most_with_few = min(MOST_WITH_FEW, totals[-1])
+    fewer = [rows for rows in sizes_between(FEW_BESIDE, num_rows) if rows < num_rows]
+    with_few = set()
+    for rows in fewer or [num_rows]:
+        step = STEPS_WITH_FEW * -(-rows // GPU_TILE) * GPU_TILE
+        with_few |= {size(total, rows) for total in range(2 * step, most_with_few + 1, step)}
+    return with_all | {(tokens, rows) for tokens, rows in with_few if tokens <= most_tokens}
 
 
 class Batches:

@@ -31,26 +31,36 @@ def test_few_programs_serve_any_request_and_the_others_come_in_stages():
 
 
 @pytest.mark.parametrize(
-    ("rows", "tokens", "few", "all_rows", "alone"),
+    ("rows", "tokens", "beside", "alone"),
     [
-        (256, 8192, [*range(192, 961, 128)], [256, 768, 1792, 3840, 7936], [256, 7936]),
-        (32, 1024, [], [*range(192, 961, 128)], [192, 960]),
-        (128, 300, [192], [128, 172], [192]),
-        (256, 64, [], [256], [256]),
-        (1, 64, [], [64], [64]),
+        (256, 8192, {64: [*range(192, 961, 128)], 128: [384, 640, 896], 256: [256, 1792, 3840, 7936]}, [256, 7936]),
+        (256, 1024, {64: [*range(192, 705, 128)], 128: [384, 640], 256: [256, 768]}, [256, 768]),
+        (100, 1024, {64: [*range(192, 833, 128)], 100: [128, 896]}, [192, 896]),
+        (32, 1024, {32: [*range(192, 961, 128)]}, [192, 960]),
+        (128, 300, {128: [128, 172]}, [172]),
+        (256, 64, {256: [256]}, [256]),
+        (1, 64, {1: [64]}, [64]),
     ],
 )
-def test_calls_with_prompts_have_room_for_few_or_all_of_the_sequences_that_decode(rows, tokens, few, all_rows, alone):
+def test_calls_with_prompts_have_room_for_few_or_all_of_the_sequences_that_decode(rows, tokens, beside, alone):
     sizes = SIZES._replace(num_rows=rows)
     shapes = Shapes.of(sizes, max_length=64, max_batch_tokens=tokens, has_kernel=True, mixes=True)
-    by_rows = {64: few, 0: alone, rows: all_rows}
-    assert {number: [shape.tokens for shape in shapes.prefill if shape.rows_beside == number]
-            for number in (64, 0, rows)} == by_rows  # fmt: skip
+    found = {shape.rows_beside for shape in shapes.prefill}
+    by_rows = {number: [shape.tokens for shape in shapes.prefill if shape.rows_beside == number] for number in found}
+    assert by_rows == beside | {0: alone}
+    assert shapes.fitting_prefill(shapes.chunks[-1], 1, rows) in shapes.prefill  # as many as there are
 
 
 @pytest.mark.parametrize(
     ("pages", "decoding", "shape"),
-    [(16, 0, (256, 0)), (100, 0, (320, 64)), (16, 1, (320, 64)), (16, 64, (320, 64)), (16, 65, (256, 256))],
+    [
+        (16, 0, (256, 0)),
+        (100, 0, (320, 64)),
+        (16, 1, (320, 64)),
+        (16, 64, (320, 64)),
+        (16, 65, (384, 128)),
+        (16, 129, (256, 256)),
+    ],
 )
 def test_a_call_has_the_smallest_shape_with_enough_room(pages, decoding, shape):
     shapes = Shapes.of(SIZES._replace(num_rows=256), 8192, 8192, True, mixes=True)
