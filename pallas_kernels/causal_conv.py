@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.reductions import strided
+from pallas_kernels.registers import load_as
 
 LINE = 128  # channels
 LINES = (2, 1)  # of a block, the most that divide the channels
@@ -176,7 +177,7 @@ class _Block:
         self._bias = None if refs.bias_C is None else self._load(refs.bias_C)
 
     def _load(self, ref, *index) -> jax.Array:
-        return plgpu.load(ref.at[*index, self.lines], (), layout=self._layout).astype(jnp.float32)
+        return load_as(ref.at[*index, self.lines], self._layout).astype(jnp.float32)
 
     def load(self, ref, t) -> jax.Array:
         return self._load(ref, self.sequence, t)

@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import reductions
+from pallas_kernels.registers import load_as
 
 NUM_SMS = 132  # of H100 SXM, H200 and GH200
 WARPGROUPS = 4
@@ -87,7 +88,7 @@ def value_and_gradient(
 
             def logits(step):
                 """In units of log 2; of padding -inf."""
-                values = plgpu.load(ring.at[slot_of(number, step), group], (), layout=_layout()) * scale
+                values = load_as(ring.at[slot_of(number, step), group], _layout()) * scale
                 return jnp.where(column < vocab_size - first_column(step), values, -jnp.inf)
 
             def add(step, carry):

@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import gated
+from pallas_kernels import gated, registers
 from pallas_kernels.shared_memory import swizzled
 
 COLUMNS, STEP, STAGES = 128, 64, 4
@@ -99,10 +99,10 @@ def hidden(
             for step in range(stages):
                 copy(step)
             gate, up = pl.run_scoped(sums, *[plgpu.ACC((HIDDEN_COLUMNS, num_rows), jnp.float32)] * 2)
-            weights = plgpu.load(weights_ref.at[slot], (), layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+            weights = registers.load_as(weights_ref.at[slot], plgpu.Layout.WGMMA.reduce(0), optimized=False)
             wide = lax.broadcast_in_dim(weights, gate.shape, [1])
             value = jnp.where(wide != 0, gated.FUNCTIONS[function](gate)[0] * up * wide, 0.0)
-            store_transposed(out_ref.at[slot, :, columns], value.astype(dtype))
+            registers.store_transposed(out_ref.at[slot, :, columns], value.astype(dtype))
 
     run = plgpu.kernel(
         body,
@@ -153,7 +153,7 @@ def products(rows_ZRK: jax.Array, matrix_EKN: jax.Array, groups_Z: jax.Array, *,
             for step in range(stages):
                 copy(step)
             products = pl.run_scoped(sums, plgpu.ACC((COLUMNS, num_rows), jnp.float32))
-            store_transposed(out_ref.at[part, slot, :, columns], products)
+            registers.store_transposed(out_ref.at[part, slot, :, columns], products)
 
     run = plgpu.kernel(
         body,
@@ -183,11 +183,6 @@ def _for_each_step(steps: int, stages: int, full, products_of: Callable, copy: C
         pl.when(step + stages < steps)(lambda: copy(step + stages))
 
     lax.fori_loop(0, steps, one_step, None)
-
-
-def store_transposed(ref, value):
-    """value: [N, R] in the registers of tensor cores. ref: [R, N] in global memory."""
-    _transposed(ref)[...] = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
 
 
 def _transposed(ref):

@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from pallas_kernels import few_rows
+from pallas_kernels import few_rows, registers
 from pallas_kernels.shared_memory import swizzled
 
 GROUP, OUTPUTS, STAGES = 128, 128, 4
@@ -94,7 +94,7 @@ def products(
                 plgpu.copy_gmem_to_smem(source.at[group, outputs], target.at[stage], full.at[stage])
 
         def of_group(ref, stage):
-            return plgpu.load(ref.at[stage], (), layout=plgpu.Layout.WGMMA.reduce(1)).astype(jnp.float32)
+            return registers.load_as(ref.at[stage], plgpu.Layout.WGMMA.reduce(1)).astype(jnp.float32)
 
         def one_step(step, sums):
             stage = lax.rem(step, stages)
@@ -114,7 +114,7 @@ def products(
             copy(step)
         zeros = plgpu.layout_cast(jnp.zeros((OUTPUTS, num_rows), jnp.float32), plgpu.Layout.WGMMA)
         sums = lax.fori_loop(0, steps, one_step, zeros)
-        few_rows.store_transposed(out_ref.at[part, rows, outputs], sums)
+        registers.store_transposed(out_ref.at[part, rows, outputs], sums)
 
     of_groups = [array for array in (scale_GN, zero_GN) if array is not None]
     run = plgpu.kernel(
@@ -138,7 +138,7 @@ def products(
 def _factors(values_ref, zero, dtype):
     """-> (level - zero of the lower bits, that of the upper ones), [N, B] in registers."""
     shape = values_ref.shape
-    factors = _biased(plgpu.load(values_ref, (), layout=plgpu.Layout.WGMMA_UPCAST_2X), shape, dtype)
+    factors = _biased(registers.load_as(values_ref, plgpu.Layout.WGMMA_UPCAST_2X), shape, dtype)
     if zero is None:
         return [factor - jnp.asarray(BIAS, dtype) for factor in factors]
     wide = lax.broadcast_in_dim((zero + BIAS).astype(dtype), shape, [0])
@@ -165,14 +165,14 @@ def _biased(values, shape, dtype):
         found = [np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), object) for _ in range(2)]
         for (rows, columns, *others, _), register in np.ndenumerate(values.registers):
             packed = mgpu_utils.bitcast(register, word)
-            for registers, levels in zip(found, (packed, arith.shrui(packed, constant(4))), strict=True):
+            for halves, levels in zip(found, (packed, arith.shrui(packed, constant(4))), strict=True):
                 levels = arith.xori(arith.andi(levels, constant(0x0F0F0F0F)), constant(0x08080808))
                 for half, bytes_of_pair in enumerate((0x4140, 0x4342)):
                     value = mgpu_utils.prmt(levels, constant(0x43), constant(bytes_of_pair))
-                    registers[rows, 2 * columns + half, *others] = mgpu_utils.bitcast(value, pair)
+                    halves[rows, 2 * columns + half, *others] = mgpu_utils.bitcast(value, pair)
         return [
-            mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
-            for registers in found
+            mgpu.FragmentedArray(_registers=halves, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+            for halves in found
         ]
 
     return unpacked(values)

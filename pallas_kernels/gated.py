@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.reductions import strided
+from pallas_kernels.registers import load_as
 
 NUM_SMS = 132  # of H100 SXM, H200 and GH200
 BLOCKS_PER_SM = 8
@@ -248,7 +249,7 @@ def _for_each_piece(width: int, one_piece: Callable, start: Callable) -> list:
 
 def _load(ref, *index) -> jax.Array:
     """The lines index[-1] as float32; each thread holds up to 16 consecutive bytes."""
-    return plgpu.load(ref, index, layout=strided((index[-1].size, LINE))).astype(jnp.float32)
+    return load_as(ref.at[index], strided((index[-1].size, LINE))).astype(jnp.float32)
 
 
 def _zeros(lines: int) -> jax.Array:

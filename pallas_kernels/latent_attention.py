@@ -33,6 +33,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.parts import LOG2E, MASKED_SCORE, MOST_PARTS, joined, num_parts, room_of
+from pallas_kernels.registers import load_as
 from pallas_kernels.shared_memory import swizzled
 
 BLOCK = 64
@@ -253,7 +254,7 @@ class _Part:
             self.clear_unseen(number, slot, 1)
             plgpu.commit_smem()
             plgpu.barrier_wait(smem.probs_ready)
-            shrink = plgpu.load(smem.factor, (), layout=BY_ROW)
+            shrink = load_as(smem.factor, BY_ROW)
             sums = self.added(sums, shrink, smem.probs, slot, 1)
             self.copy(number + STAGES, next_pages, (1,))
             plgpu.barrier_wait(smem.first_done)
@@ -264,7 +265,7 @@ class _Part:
         sums = lax.fori_loop(self.first, self.last, step, self.no_sums())
         plgpu.barrier_wait(smem.probs_ready)
         if self.plan.parts == 1:
-            sums *= _wide(plgpu.load(smem.factor, (), layout=BY_ROW), sums.shape)
+            sums *= _wide(load_as(smem.factor, BY_ROW), sums.shape)
         self.store(sums, 1)
         plgpu.wait_smem_to_gmem(0)
 
@@ -300,7 +301,7 @@ class _Part:
             return self.start, self.end
 
         def of_queries(ref):
-            bounds = plgpu.load(ref.at[self.row, self.queries], (), layout=BY_ROW, optimized=False)
+            bounds = load_as(ref.at[self.row, self.queries], BY_ROW, optimized=False)
             return _wide(bounds, (BLOCK, BLOCK))
 
         return of_queries(self.gmem.lower), of_queries(self.gmem.upper)
@@ -331,7 +332,7 @@ class _Part:
 
         @pl.when((step * BLOCK < self.start) | ((step + 1) * BLOCK > self.end))
         def _clear():
-            loaded = plgpu.load(values, (), layout=plgpu.Layout.WGMMA)
+            loaded = load_as(values, plgpu.Layout.WGMMA)
             place = self.places(step, (BLOCK, self.plan.half), 0)
             is_seen = (place >= self.start) & (place < self.end)
             values[...] = jnp.where(is_seen, loaded, jnp.zeros_like(loaded))

@@ -31,6 +31,7 @@ from jaxlib.mlir.dialects import nvvm
 
 from pallas_kernels import reductions
 from pallas_kernels.reductions import strided
+from pallas_kernels.registers import load_as
 
 NUM_SMS = 132  # of an H100
 SMEM_BYTES = 216 << 10  # of a multiprocessor, for prefetched rows
@@ -327,7 +328,7 @@ def _blocks(rows: int) -> int:
 
 def _loader(shape: tuple[int, ...]):
     def load(ref, index):
-        return plgpu.load(ref.at[index], (), layout=strided(shape)).astype(jnp.float32)
+        return load_as(ref.at[index], strided(shape)).astype(jnp.float32)
 
     return load
 

@@ -31,6 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import registers
 from pallas_kernels.parts import LOG2E, MASKED_SCORE, joined, num_parts, room_of
 from pallas_kernels.shared_memory import swizzled
 
@@ -156,9 +157,9 @@ class _Part:
         most = plgpu.layout_cast(jnp.full((self.rows,), MASKED_SCORE, jnp.float32), by_query)
         carry = zeros(self.head_dim), most, zeros(self.plan.block), numbers[stages]
         sums, most, total, _ = lax.fori_loop(self.first, self.last, self.one_step, carry)
-        _store_transposed(self.sums_ref.at[self.sequence, self.head, self.part], sums)
-        self.stats_ref[self.sequence, self.head, self.part, 0] = most
-        self.stats_ref[self.sequence, self.head, self.part, 1] = jnp.sum(total, 0)
+        registers.store_transposed(self.sums_ref.at[self.sequence, self.head, self.part], sums)
+        for i, stat in enumerate((most, jnp.sum(total, 0))):
+            registers.store_narrow(self.stats_ref.at[self.sequence, self.head, self.part, i], stat)
 
     def one_step(self, step, carry):
         sums, most, total, next_numbers = carry
@@ -213,16 +214,16 @@ class _Part:
             # 0 * NaN is NaN, so masked values must be zeroed.
             @pl.when((step * block < self.start) | ((step + 1) * block > self.length))
             def _clear():
-                loaded = plgpu.load(values, (), layout=plgpu.Layout.WGMMA)
+                loaded = registers.load_as(values, plgpu.Layout.WGMMA)
                 values[...] = jnp.where(self.is_seen(step, (block, self.head_dim)), loaded, jnp.zeros_like(loaded))
 
             return keys, values, None, None
 
         def convert(ref):
-            return plgpu.load(ref, (), layout=plgpu.Layout.WGMMA_UPCAST_2X).astype(self.q_ref.dtype)
+            return registers.load_as(ref, plgpu.Layout.WGMMA_UPCAST_2X).astype(self.q_ref.dtype)
 
         by_token = plgpu.Layout.WGMMA.reduce(1)
-        scales = [plgpu.load(self.scales, (slot, i), layout=by_token) for i in range(2)]
+        scales = [registers.load_as(self.scales.at[slot, i], by_token) for i in range(2)]
         self.converted[...] = convert(values)
         return plgpu.layout_cast(convert(keys), plgpu.Layout.WGMMA), self.converted, *scales
 

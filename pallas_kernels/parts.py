@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.registers import load_as, store_narrow
+
 MASKED_SCORE = -1e30  # below every score; not -inf, so that a part without tokens gives 0 and no NaN
 LOG2E = math.log2(math.e)
 MAX_PART_TOKENS = 4096  # so that the GPU does not wait long for one long sequence among short ones
@@ -98,7 +100,7 @@ def _join_many(sums_BKpRH, stats_BKq2R, group: int, dtype: jnp.dtype, **options)
         first_row = lax.div(block * WIDTH, head_dim)
 
         def loaded(ref, layout):
-            return plgpu.load(ref, (), layout=layout, optimized=False)
+            return load_as(ref, layout, optimized=False)
 
         def weigh(number):
             """Stores the weights of a row, whose sum is one."""
@@ -111,7 +113,7 @@ def _join_many(sums_BKpRH, stats_BKq2R, group: int, dtype: jnp.dtype, **options)
             total = jnp.sum(jnp.where(exists, weights * _wide(total, 0, narrow), 0.0), 0)
             factor = jnp.where(total > 0, 1 / total, 0.0)
             weights_ref[number] = jnp.max(weights * _wide(factor, 1, narrow), 1)
-            lse_ref[sequence, head, row] = (peak + jnp.log2(total)) / LOG2E
+            store_narrow(lse_ref.at[sequence, head, row], (peak + jnp.log2(total)) / LOG2E)
 
         # First, to wait for all at once.
         sums = [loaded(sums_ref.at[sequence, head, part, block], by_column) for part in range(parts)]

@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.registers import load_as
 from pallas_kernels.shared_memory import swizzled
 
 TILE = 64
@@ -96,7 +97,7 @@ def recurrence(
 
         for step in range(stages):
             copy(step)
-        start = plgpu.load(start_ref.at[head, rows], (), layout=plgpu.Layout.WGMMA, optimized=False)
+        start = load_as(start_ref.at[head, rows], plgpu.Layout.WGMMA, optimized=False)
         last_ref.at[head, rows][...] = lax.fori_loop(0, num_chunks, one_chunk, start)
         plgpu.wait_smem_to_gmem(0)
 
@@ -123,7 +124,7 @@ def recurrence(
 
 
 def _load(ref):
-    return plgpu.load(ref, (), layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+    return load_as(ref, plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
 def _sum(initial, a, b_ref):

@@ -17,6 +17,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.registers import load_as, store_narrow
+
 MAX_VALUES = 512
 TILE = 64  # values that are compared with all others at a time
 
@@ -46,7 +48,7 @@ def top_k(values_TE: jax.Array, count: int, *, interpret: Any = None) -> jax.Arr
         row = lax.axis_index("row")
 
         def load(ref, tile, layout):
-            return plgpu.load(ref.at[row, pl.ds(tile * TILE, TILE)], (), layout=layout, optimized=False)
+            return load_as(ref.at[row, pl.ds(tile * TILE, TILE)], layout, optimized=False)
 
         def add_before(tile, other_tile, count):
             """Adds how many values of the other tile are before each of a tile."""
@@ -67,7 +69,7 @@ def top_k(values_TE: jax.Array, count: int, *, interpret: Any = None) -> jax.Arr
             return numbers + plgpu.layout_cast(jnp.sum(jnp.where(is_here, number, 0.0), 0), other)
 
         nothing = plgpu.layout_cast(jnp.zeros(columns, jnp.float32), other)
-        out_ref[row] = lax.fori_loop(0, tiles, add_chosen, nothing).astype(jnp.int32)
+        store_narrow(out_ref.at[row], lax.fori_loop(0, tiles, add_chosen, nothing).astype(jnp.int32))
 
     run = plgpu.kernel(
         body,

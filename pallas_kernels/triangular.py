@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.registers import load_as, store_narrow
 from pallas_kernels.shared_memory import swizzled
 
 SIZE = 64
@@ -35,7 +36,7 @@ def inverse(systems_MQQ: jax.Array, *, interpret: Any = None) -> jax.Array:
 
     def body(systems_ref, inverses_ref, below_smem, inverse_smem):
         number = lax.axis_index("system")
-        system = plgpu.load(systems_ref.at[number], (), layout=plgpu.Layout.WGMMA, optimized=False)
+        system = load_as(systems_ref.at[number], plgpu.Layout.WGMMA, optimized=False)
         row, column = (_iota(axis) for axis in range(2))
         below = jnp.where((row == column + 1) & (lax.rem(row, 2) == 1), system, 0.0)
         found = jnp.where(row == column, 1.0, 0.0) - below
@@ -52,7 +53,7 @@ def inverse(systems_MQQ: jax.Array, *, interpret: Any = None) -> jax.Array:
             plgpu.commit_smem()  # all threads have read the shared memory
             found -= product
             block *= 2
-        inverses_ref.at[number][...] = found.astype(inverses_ref.dtype)
+        store_narrow(inverses_ref.at[number], found.astype(inverses_ref.dtype))
 
     run = plgpu.kernel(
         body,

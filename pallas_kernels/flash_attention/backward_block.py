@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.flash_attention.schedule import FIRST, HEAD, LAST, NUMBER, SEQUENCE, ZERO, Schedule
 from pallas_kernels.flash_attention.tiles import Heads, Tiles, capped, seen
+from pallas_kernels.registers import load_as
 from pallas_kernels.shared_memory import swizzled
 
 # Inputs (lse: log2(e) times the log-sum-exp); d_q, to which the kernel adds; d_k and d_v, which it writes.
@@ -406,7 +407,7 @@ class Compute:
 
 def of_queries(ref):
     """Loads one number per query, as the columns of a tile."""
-    return plgpu.load(ref, (), layout=plgpu.Layout.WGMMA.reduce(0))
+    return load_as(ref, plgpu.Layout.WGMMA.reduce(0))
 
 
 def num_bytes(memory):

@@ -31,6 +31,7 @@ from pallas_kernels.flash_attention.tiles import (
     seen,
     to_eights,
 )
+from pallas_kernels.registers import load_as
 from pallas_kernels.shared_memory import swizzled
 
 STAGES = 2  # tiles of keys and of values in flight
@@ -282,7 +283,7 @@ class Compute:
         s, factor, _ = capped(s, plan.scale, plan.soft_cap)
         if masked:
             key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + step * plan.block_k
-            lower, upper = (plgpu.load(smem.bounds.at[slot, i, self.own_rows], (), layout=BY_ROW) for i in range(2))
+            lower, upper = (load_as(smem.bounds.at[slot, i, self.own_rows], BY_ROW) for i in range(2))
             s = jnp.where(seen(key, lower, upper, lambda a: wide(a, shape)), s, -jnp.inf)
         new_most = jnp.maximum(most, jnp.max(s, 1) * factor)
         shrink = jnp.exp2(most - new_most)

@@ -20,6 +20,7 @@ from pallas_kernels.grouped_matmul.steps import (
     load_steps,
     store,
 )
+from pallas_kernels.registers import load_as
 from pallas_kernels.shared_memory import swizzled
 
 
@@ -104,7 +105,7 @@ class WeightGradients:
                     rows = smem["rows"].at[wg, stage]
                     row = plgpu.broadcasted_iota(jnp.int32, rows.shape, 0, layout=plgpu.Layout.WGMMA)
                     row += start + number * STEP
-                    values = plgpu.load(rows, (), layout=plgpu.Layout.WGMMA)
+                    values = load_as(rows, plgpu.Layout.WGMMA)
                     rows[...] = jnp.where((row >= begin) & (row < end), values, jnp.zeros_like(values))
                     plgpu.commit_smem()
                     product(number, stage)

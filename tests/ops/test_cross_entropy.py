@@ -414,7 +414,7 @@ def test_kernel_says_why_it_refuses(width, dtype, reason):
 def test_interpreted_kernel_equals_the_formula(slots, rows, width, interpreter, monkeypatch):
     # Two warpgroups write the same numbers where the last part begins before its half.
     interpreter = dataclasses.replace(interpreter, detect_races=width % 256 == 0)
-    monkeypatch.setattr(plgpu, "load", lambda ref, index, layout: ref[index])
+    monkeypatch.setattr(plgpu, "load", lambda ref, index=(), *, layout, optimized=True: ref[index])
     monkeypatch.setattr(plgpu, "layout_cast", lambda x, layout: x)
     iota = lambda dtype, shape, dim, layout: jax.lax.broadcasted_iota(dtype, shape, dim)
     monkeypatch.setattr(plgpu, "broadcasted_iota", iota)

@@ -7,6 +7,7 @@ import pytest
 
 from megajax.ops.few_tokens import few_tokens
 from pallas_kernels import few_rows as kernel
+from pallas_kernels import registers
 
 E, K, D, F = 8, 2, 16, 24
 
@@ -66,7 +67,7 @@ def test_interpreted_kernels_equal_the_formula(interpreted, monkeypatch):
     def store_transposed(ref, value):
         ref[...] = value.T
 
-    monkeypatch.setattr(kernel, "store_transposed", store_transposed)  # the interpreter has no transposed stores
+    monkeypatch.setattr(registers, "store_transposed", store_transposed)  # the interpreter has no transposed stores
     for name, value in {"STAGES": 2, "HIDDEN_STAGES": 3, "BLOCKS": 12}.items():
         monkeypatch.setattr(kernel, name, value)
     x = jnp.asarray(drawn(0, 8, 512), jnp.bfloat16)

@@ -39,7 +39,7 @@ def test_interpreted_kernel_equals_the_formula(interpreted, monkeypatch, num_row
     """Two blocks of outputs, one and two tiles of rows, two parts, more steps than stages."""
     monkeypatch.setattr(kernel, "STAGES", 2)
     monkeypatch.setattr(kernel, "_biased", biased)
-    monkeypatch.setattr("pallas_kernels.few_rows.store_transposed", store_transposed)
+    monkeypatch.setattr("pallas_kernels.registers.store_transposed", store_transposed)
     monkeypatch.setattr("pallas_kernels.few_rows.STAGES", 2)
     monkeypatch.setattr(kernel, "MULTIPROCESSORS", multiprocessors)
     rng = np.random.default_rng(0)

@@ -256,7 +256,7 @@ def interpreted_kernel(monkeypatch, interpreter):
     """The kernels run on CPU. JAX's interpreter knows no layouts of registers, and so neither plgpu.load nor
     layout_cast: it gets what these are without one. Whether Hopper can do the layouts, compiling for it says. It knows
     no inline_mgpu: warpgroups are summed by jnp.sum."""
-    monkeypatch.setattr(plgpu, "load", lambda ref, index, layout: ref[index])
+    monkeypatch.setattr(plgpu, "load", lambda ref, index=(), *, layout, optimized=True: ref[index])
     monkeypatch.setattr(plgpu, "layout_cast", lambda x, layout: x)
     monkeypatch.setattr(compat, "mosaic_problem", lambda: "")
     monkeypatch.setattr(kernel, "problem", lambda *_: "")

@@ -25,7 +25,7 @@ from megajax.ops.attention import attention
 from megajax.ops.attention_backends import Inputs, Options, Pallas, choose
 from megajax.ops.choice import log_choice
 from megajax.precision import PrecisionConfig
-from pallas_kernels import flash_attention
+from pallas_kernels import flash_attention, registers
 from pallas_kernels import paged_attention as kernel
 from pallas_kernels.parts import num_parts
 
@@ -216,7 +216,8 @@ def without_layouts(monkeypatch):
     )
     monkeypatch.setattr(plgpu, "layout_cast", lambda x, layout: x)
     monkeypatch.setattr(kernel, "_product", product)
-    monkeypatch.setattr(kernel, "_store_transposed", store_transposed)
+    monkeypatch.setattr(kernel, "_store_transposed", store_transposed)  # the interpreter has no transposed stores
+    monkeypatch.setattr(registers, "store_transposed", store_transposed)
 
 
 @pytest.fixture

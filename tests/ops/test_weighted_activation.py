@@ -131,7 +131,7 @@ def test_kernel_is_chosen_by_the_rows_and_the_width_of_a_device(make_test_mesh, 
     [(5, 3, 2176, "silu"), (4, 4, 384, "gelu_tanh"), (4, 2, 384, "gelu"), (3, 0, 1024, "silu")],
 )
 def test_interpreted_kernel_equals_the_formula(rows, count, width, function, monkeypatch, interpreter):
-    monkeypatch.setattr(plgpu, "load", lambda ref, index, layout: ref[index])
+    monkeypatch.setattr(plgpu, "load", lambda ref, index=(), *, layout, optimized=True: ref[index])
     monkeypatch.setattr(plgpu, "layout_cast", lambda x, layout: x)
     monkeypatch.setattr(kernel, "NUM_SMS", 1)
     monkeypatch.setattr(kernel, "BLOCKS_PER_SM", 2)
