@@ -170,10 +170,7 @@ def _biased(values, shape, dtype):
                 for half, bytes_of_pair in enumerate((0x4140, 0x4342)):
                     value = mgpu_utils.prmt(levels, constant(0x43), constant(bytes_of_pair))
                     halves[rows, 2 * columns + half, *others] = mgpu_utils.bitcast(value, pair)
-        return [
-            mgpu.FragmentedArray(_registers=halves, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
-            for halves in found
-        ]
+        return [mgpu.FragmentedArray(_registers=halves, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None) for halves in found]
 
     return unpacked(values)
 
