@@ -224,6 +224,15 @@ def row_major(x: jax.Array) -> jax.Array:
     return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
+@jax.custom_jvp
+def erf(x: jax.Array) -> jax.Array:
+    """jax.lax.erf, whose gradient jax 0.12.0 refuses in manual regions."""
+    return jax.lax.erf(x)
+
+
+erf.defjvps(lambda tangent, _, x: tangent * (2 / math.sqrt(math.pi) * jnp.exp(-jnp.square(x))))
+
+
 def counter_bits(key: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array:
     """uint32 random bits, one for each pair of uint32 counters: a pure function of (key, high, low).
 

@@ -27,7 +27,7 @@ def _exact_gelu(x: jax.Array) -> jax.Array:
     """x times the cumulative distribution function of the standard normal distribution. jax.nn.gelu uses erfc, whose
     two branches take several times as long as reading x."""
     wide = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
-    return (0.5 * wide * (1 + jax.lax.erf(wide * math.sqrt(0.5)))).astype(x.dtype)
+    return (0.5 * wide * (1 + compat.erf(wide * math.sqrt(0.5)))).astype(x.dtype)
 
 
 _FUNCTIONS = {

@@ -17,7 +17,7 @@ from megajax.data.tokenizers.chat_template import CHATML, load_chat_template
 from megajax.data.tokenizers.load import check_tokenizer_spec, load_saved_tokenizer, load_tokenizer, save_tokenizer
 
 STDLIB_FILES = [argparse.__file__, string.__file__, Path(argparse.__file__).with_name("decimal.py")]
-STDLIB_FILES += [Path(argparse.__file__).with_name(name) for name in ("ast.py", "pathlib.py", "typing.py")]
+STDLIB_FILES += [Path(argparse.__file__).with_name(name) for name in ("ast.py", "textwrap.py", "typing.py")]
 HARD_TEXTS = [
     "",
     " ",
