@@ -260,19 +260,19 @@ def _cudnn_mask(causal: bool):
     return kinds.CAUSAL if causal else kinds.NO_MASK
 
 
-_BACKWARD_ARGUMENTS = [
-    "scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length",
-    "is_training", "return_residual", "res", "grad_output",
-]  # fmt: skip
+_BACKWARD_ARGUMENTS = {"scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout", "sliding_window_length",
+                       "return_residual", "res", "grad_output"}  # fmt: skip
+_MORE_BACKWARD_ARGUMENTS = {"is_training"}, {"score_mod", "cudnn_version"}
+"""Until jax 0.11, and from 0.12 on."""
 
 
 def cudnn_attention_problem() -> str:
     """Empty if the private cuDNN attention calls have the signature that we know, else what is different."""
     try:
-        found = list(inspect.signature(_cudnn_module()._dot_product_attention_bwd_rule).parameters)
+        found = inspect.signature(_cudnn_module()._dot_product_attention_bwd_rule).parameters.keys()
     except (ImportError, AttributeError) as error:
         return f"jax {jax.__version__} has no cuDNN attention where it is expected ({error})"
-    if found != _BACKWARD_ARGUMENTS:
+    if not any(found == _BACKWARD_ARGUMENTS | more for more in _MORE_BACKWARD_ARGUMENTS):
         return f"jax {jax.__version__} changed the private cuDNN attention backward call"
     return ""
 
@@ -303,15 +303,20 @@ def cudnn_attention_backward(
     """Gradients (dq, dk, dv) of cudnn_attention_forward, from its own (out, log-sum-exp), or from those of attention to
     a larger set of keys that includes these, and d_bias if it learns: as the bias, summed over rows that share it."""
     module = _cudnn_module()
+    backward = module._dot_product_attention_bwd_rule
     unused = jnp.zeros(0, q_BTNH.dtype)
     has_bias = bias_BNTS is not None
-    residuals = (q_BTNH, k_BSKH, v_BSKH, bias_BNTS if has_bias else unused, *(unused,) * 6, lse_BNT, out_BTNH)
-    variadic_args = (has_bias, learns_bias)
-    mask_type = _cudnn_mask(causal)
-    layout = module._normalize_layout("BTNH").value
-    gradients: Any = module._dot_product_attention_bwd_rule(
-        scale, 42, 0.0, variadic_args, mask_type, layout, window, True, False, residuals, d_out_BTNH
-    )
+    arrays = q_BTNH, k_BSKH, v_BSKH, bias_BNTS if has_bias else unused, *(unused,) * 6
+    common = dict(
+        scale=scale, seed=42, dropout_rate=0.0, variadic_args=(has_bias, learns_bias), mask_type=_cudnn_mask(causal),
+        layout=module._normalize_layout("BTNH").value, sliding_window_length=window, return_residual=False,
+        grad_output=d_out_BTNH,
+    )  # fmt: skip
+    if "score_mod" in inspect.signature(backward).parameters:
+        common |= dict(score_mod=None, cudnn_version=None, res=(*arrays, (), lse_BNT, out_BTNH))
+    else:
+        common |= dict(is_training=True, res=(*arrays, lse_BNT, out_BTNH))
+    gradients: Any = backward(**common)
     return gradients[: 3 + learns_bias]
 
 
