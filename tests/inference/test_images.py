@@ -308,7 +308,8 @@ QUESTION = {"type": "text", "text": "what?"}
 def test_a_chat_has_images(url):
     answers = [asked(url, in_uri(number), QUESTION).json() for number in (1, 1, 2)]
     same, again, other = [answer["choices"][0]["logprobs"]["content"][0]["logprob"] for answer in answers]
-    assert abs(same - again) < 1e-5 and abs(same - other) > 1e-4
+    # The second one finds its prefix in the cache, so another program computes it: 7e-7 with jax 0.12.
+    assert abs(same - again) < 2e-6 and abs(same - other) > 1e-4
     without = asked(url, QUESTION).json()
     assert answers[0]["usage"]["prompt_tokens"] == without["usage"]["prompt_tokens"] + 4 + len("\n")
 
