@@ -32,7 +32,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.parts import LOG2E, MASKED_SCORE, MOST_PARTS, joined, num_parts, room_of
+from pallas_kernels.parts import LOG2E, MASKED_SCORE, MOST_PARTS, dtype_of_sums, joined, num_parts, room_of
 from pallas_kernels.registers import load_as
 from pallas_kernels.shared_memory import swizzled
 
@@ -93,9 +93,8 @@ def attend(
     if per_bound == 1:
         lower_BT, upper_BT = (_per_query(bounds_BT, heads, blocks) for bounds_BT in (lower_BT, upper_BT))
     plan = _Plan(page_size, key_dim, value_dim, scale, parts, per_bound)
-    is_whole = parts == 1
     dtype = q_BTNC.dtype
-    result_dtype = dtype if is_whole else jnp.float32
+    result_dtype = dtype_of_sums(parts, dtype)
     shared = _Shared(
         queries=swizzled((BLOCK, key_dim), dtype),
         memory=plgpu.RefUnion(
@@ -133,11 +132,7 @@ def attend(
         q_BTMC.reshape(batch, num_queries, key_dim), pages_ZCKSH.reshape(num_pages, page_size, key_dim), table_BP,
         lower_BT, upper_BT,
     )  # fmt: skip
-    if is_whole:
-        most_BR, total_BR = (stats[:, 0, i, :num_queries] for i in range(2))
-        out_BRV, lse_BR = results[:, 0], (most_BR + jnp.log2(total_BR)) / LOG2E
-    else:
-        out_BRV, lse_BR = joined(results[:, None], stats[:, None], num_queries, dtype, interpret=interpret)
+    out_BRV, lse_BR = joined(results[:, None], stats[:, None], num_queries, dtype, interpret=interpret)
     out_BTMV = out_BRV.reshape(batch, length, heads, value_dim)
     lse_BTM = lse_BR.reshape(batch, length, heads)
     return out_BTMV[:, :, :num_heads], lse_BTM[:, :, :num_heads].swapaxes(1, 2)

@@ -4,7 +4,7 @@ For the query q of a head: s_j = scale * q k_j (soft_cap * tanh(s_j / soft_cap) 
 `window` of the sequence's `length` tokens; out = sum_j exp(s_j) v_j / sum_j exp(s_j). The sequence is split as in
 Flash-Decoding (Dao et al. 2023, https://pytorch.org/blog/flash-decoding/): a block of 128 threads processes one part of
 one sequence for one kv head, with a running maximum (Dao et al. 2022, https://arxiv.org/abs/2205.14135), and writes an
-unnormalised sum; parts.py combines them. Pages as in Kwon et al. 2023
+unnormalised sum, which parts.py combines, or the result if there is one part. Pages as in Kwon et al. 2023
 (https://arxiv.org/abs/2309.06180).
 
 Dimensions: B sequences, N heads, K kv heads, G = N / K, H head dim, Z pages, S slots in a page, P pages per sequence;
@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import registers
-from pallas_kernels.parts import LOG2E, MASKED_SCORE, joined, num_parts, room_of
+from pallas_kernels.parts import LOG2E, MASKED_SCORE, dtype_of_sums, joined, num_parts, room_of
 from pallas_kernels.shared_memory import swizzled
 
 MAX_HEADS = 64  # per kv head
@@ -94,7 +94,7 @@ def decode(
     sums, stats = plgpu.kernel(
         functools.partial(_body, plan),
         out_type=[
-            jax.ShapeDtypeStruct((batch, kv_heads, parts, rows, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((batch, kv_heads, parts, rows, head_dim), dtype_of_sums(parts, q_BNH.dtype)),
             jax.ShapeDtypeStruct((batch, kv_heads, room_of(parts), 2, rows), jnp.float32),
         ],
         scratch_types=[plgpu.Barrier(), plgpu.Barrier(num_arrivals=copies, num_barriers=stages), *own, *ring],
@@ -157,8 +157,12 @@ class _Part:
         most = plgpu.layout_cast(jnp.full((self.rows,), MASKED_SCORE, jnp.float32), by_query)
         carry = zeros(self.head_dim), most, zeros(self.plan.block), numbers[stages]
         sums, most, total, _ = lax.fori_loop(self.first, self.last, self.one_step, carry)
+        total = jnp.sum(total, 0)
+        if self.plan.parts == 1:
+            sums *= _wide(jnp.where(total > 0, 1 / total, 0.0), 1, sums.shape)
+        sums = sums.astype(self.sums_ref.dtype)
         registers.store_transposed(self.sums_ref.at[self.sequence, self.head, self.part], sums)
-        for i, stat in enumerate((most, jnp.sum(total, 0))):
+        for i, stat in enumerate((most, total)):
             registers.store_narrow(self.stats_ref.at[self.sequence, self.head, self.part, i], stat)
 
     def one_step(self, step, carry):

@@ -19,7 +19,7 @@ from pallas_kernels.registers import load_as, store_narrow
 MASKED_SCORE = -1e30  # below every score; not -inf, so that a part without tokens gives 0 and no NaN
 LOG2E = math.log2(math.e)
 MAX_PART_TOKENS = 4096  # so that the GPU does not wait long for one long sequence among short ones
-MANY_WAVES = 4  # of blocks: then it has others to do meanwhile, for twice as long
+MANY_WAVES = 3  # of blocks: then it has others to do meanwhile, for twice as long
 WRITTEN_OUT = 8  # parts whose combination is a sum of as many terms, which XLA fuses
 MOST_PARTS = 64  # which our kernel combines
 WIDTH = 128  # columns that a block of it combines
@@ -44,25 +44,38 @@ def room_of(parts: int) -> int:
     return MOST_PARTS if WRITTEN_OUT < parts <= MOST_PARTS else parts
 
 
+def dtype_of_sums(parts: int, dtype: jnp.dtype) -> jnp.dtype:
+    """Of `joined`: the only part of a sequence writes its result, in dtype."""
+    return dtype if parts == 1 else jnp.float32
+
+
 def joined(
     sums_BKpRH: jax.Array, stats_BKq2R: jax.Array, group: int, dtype: jnp.dtype, **options
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """-> (out [B, N, H] in dtype, natural log-sum-exp of the scores [B, N] float32; 0 and -inf of no tokens).
 
-    sums: float32, of the values weighted by exp2(score - most); stats: float32, most and the sum of the weights;
-    scores are times log2 e; q: room_of(p). Of the R rows of a kv head, of which stats may have more than sums, the
-    first `group` exist. options: of plgpu.kernel.
+    sums: in `dtype_of_sums`, of the values weighted by exp2(score - most), or, of a single part, divided by the sum of
+    the weights too, and 0 of no tokens; stats: float32, most and the sum of the weights; scores are times log2 e; q:
+    room_of(p). Of the R rows of a kv head, of which stats may have more than sums, the first `group` exist. options: of
+    plgpu.kernel.
     """
     batch, kv_heads, parts = sums_BKpRH.shape[:3]
     if WRITTEN_OUT < parts <= MOST_PARTS:
         out, lse = _join_many(sums_BKpRH, stats_BKq2R, group, dtype, **options)
     else:
-        out, lse = _join(sums_BKpRH, stats_BKq2R[..., : sums_BKpRH.shape[3]])
+        stats_BKp2R = stats_BKq2R[..., : sums_BKpRH.shape[3]]
+        out, lse = _join(sums_BKpRH, stats_BKp2R) if parts > 1 else _only(sums_BKpRH, stats_BKp2R)
 
     def merge(a):
         return a[:, :, :group].reshape(batch, kv_heads * group, *a.shape[3:])
 
     return merge(out).astype(dtype), merge(lse)
+
+
+def _only(results_BK1RH, stats_BK12R):
+    """-> out [B, K, R, H], log-sum-exp [B, K, R]."""
+    most_BKR, total_BKR = (stats_BK12R[:, :, 0, i] for i in range(2))
+    return results_BK1RH[:, :, 0], (most_BKR + jnp.log2(total_BKR)) / LOG2E
 
 
 def _join(sums_BKpRH, stats_BKp2R):
