@@ -80,13 +80,18 @@ def decode(
     is_int8 = scales_ZCKS is not None
     rows = -(-group // 8) * 8
     stages = stages or num_stages(is_int8)
-    ring = [swizzled((stages, block, head_dim), pages_ZCKSH.dtype)] * 2
-    if is_int8:
-        ring += [plgpu.SMEM((stages, 2, block), jnp.float32), swizzled((block, head_dim), q_BNH.dtype)]
-    own = [swizzled((rows, head_dim), q_BNH.dtype), swizzled((rows, block), q_BNH.dtype)]
     most_tokens = table_BP.shape[1] * page_size
     slots = INT8_SLOTS if is_int8 else SLOTS
     parts = parts or num_parts(batch * kv_heads, min(most_tokens, window or most_tokens), slots, block)
+    result_dtype = dtype_of_sums(parts, q_BNH.dtype)
+    ring = swizzled((stages, block, head_dim), pages_ZCKSH.dtype)
+    # Sums have the memory of the keys.
+    memory = [plgpu.RefUnion(ring, plgpu.SMEM((rows, head_dim), result_dtype)), ring]
+    if is_int8:
+        memory += [plgpu.SMEM((stages, 2, block), jnp.float32), swizzled((block, head_dim), q_BNH.dtype)]
+    own = [swizzled((rows, head_dim), q_BNH.dtype), swizzled((rows, block), q_BNH.dtype)]
+    # If blocks wait for others to end, long sequences come first: the last blocks run on a GPU that empties.
+    order_B = _longest_first(lengths_B) if batch * kv_heads * parts > slots else jnp.arange(batch, dtype=jnp.int32)
     q_BKRH = jnp.pad(q_BNH.reshape(batch, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, rows - group), (0, 0)))
     plan = _Plan(page_size, scale, window, soft_cap, parts, block, stages, is_int8)
     copies = (4 if is_int8 else 2) * (block // page_size)
@@ -94,18 +99,27 @@ def decode(
     sums, stats = plgpu.kernel(
         functools.partial(_body, plan),
         out_type=[
-            jax.ShapeDtypeStruct((batch, kv_heads, parts, rows, head_dim), dtype_of_sums(parts, q_BNH.dtype)),
+            jax.ShapeDtypeStruct((batch, kv_heads, parts, group, head_dim), result_dtype),
             jax.ShapeDtypeStruct((batch, kv_heads, room_of(parts), 2, rows), jnp.float32),
         ],
-        scratch_types=[plgpu.Barrier(), plgpu.Barrier(num_arrivals=copies, num_barriers=stages), *own, *ring],
-        grid=(kv_heads, parts, batch),
-        grid_names=("head", "part", "sequence"),
+        scratch_types=[plgpu.Barrier(), plgpu.Barrier(num_arrivals=copies, num_barriers=stages), *own, *memory],
+        grid=(batch, parts, kv_heads),
+        grid_names=("place", "part", "head"),
         # tanh.approx has an error of 2^-11. Barriers: commit_smem follows each write to shared memory that other
         # threads read.
         compiler_params=plgpu.CompilerParams(approx_math=soft_cap is None, unsafe_no_auto_barriers=True),
         **options,
-    )(q_BKRH, pages_ZCKSH.reshape(num_pages, -1, page_size, head_dim), table_BP, lengths_B, *scales)
+    )(q_BKRH, pages_ZCKSH.reshape(num_pages, -1, page_size, head_dim), table_BP, lengths_B, order_B, *scales)
     return joined(sums, stats, group, q_BNH.dtype, **options)
+
+
+def _longest_first(lengths_B: jax.Array) -> jax.Array:
+    """The numbers of the sequences, int32, by comparing all: a sort of XLA may be in no CUDA graph."""
+    number_B = jnp.arange(len(lengths_B), dtype=jnp.int32)
+    is_longer_BB = lengths_B > lengths_B[:, None]
+    is_as_long_BB = lengths_B == lengths_B[:, None]
+    rank_B = jnp.sum(is_longer_BB | (is_as_long_BB & (number_B < number_B[:, None])), 1)
+    return jnp.sum(jnp.where(rank_B == number_B[:, None], number_B, 0), 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,16 +137,18 @@ class _Plan:
 class _Part:
     """What a block computes: a part of a sequence, for one kv head."""
 
-    def __init__(self, plan: _Plan, q_ref, pages_ref, table_ref, lengths_ref, *refs):
+    def __init__(self, plan: _Plan, q_ref, pages_ref, table_ref, lengths_ref, order_ref, *refs):
         self.plan = plan
         self.scales_ref, *refs = refs if plan.is_int8 else (None, *refs)
-        self.sums_ref, self.stats_ref, self.q_ready, self.full, self.q, self.probs, self.keys, self.values, *more = refs
+        self.sums_ref, self.stats_ref, self.q_ready, self.full, self.q, self.probs, shared, self.values, *more = refs
+        self.keys, self.sums = shared
         self.scales, self.converted = more if plan.is_int8 else (None, None)
         self.q_ref = q_ref
         self.pages_ref = pages_ref
         self.table_ref = table_ref
         kv_heads, self.rows, self.head_dim = q_ref.shape[1:]
-        self.sequence, self.head, self.part = (lax.axis_index(name) for name in ("sequence", "head", "part"))
+        place, self.head, self.part = (lax.axis_index(name) for name in ("place", "head", "part"))
+        self.sequence = order_ref[place]
         # Of its keys, and of its values, among those of a page.
         self.heads = self.head, pages_ref.shape[1] - kv_heads + self.head
         self.length = lengths_ref[self.sequence]
@@ -160,10 +176,13 @@ class _Part:
         total = jnp.sum(total, 0)
         if self.plan.parts == 1:
             sums *= _wide(jnp.where(total > 0, 1 / total, 0.0), 1, sums.shape)
-        sums = sums.astype(self.sums_ref.dtype)
-        registers.store_transposed(self.sums_ref.at[self.sequence, self.head, self.part], sums)
+        registers.store_transposed(self.sums, sums.astype(self.sums.dtype))
+        plgpu.commit_smem()
+        target = self.sums_ref.at[self.sequence, self.head, self.part]
+        plgpu.copy_smem_to_gmem(self.sums.at[pl.ds(0, target.shape[0])], target)
         for i, stat in enumerate((most, total)):
             registers.store_narrow(self.stats_ref.at[self.sequence, self.head, self.part, i], stat)
+        plgpu.wait_smem_to_gmem(0)
 
     def one_step(self, step, carry):
         sums, most, total, next_numbers = carry

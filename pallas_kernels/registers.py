@@ -16,7 +16,7 @@ def load_as(ref, layout, *, optimized: bool = True) -> jax.Array:
 
 
 def store_narrow(ref, value: jax.Array) -> None:
-    """ref[...] = value in global memory, also in pieces that are no whole cache lines, which jax 0.12 else refuses."""
+    """ref[...] = value, also in pieces that are no whole cache lines of global memory, which jax 0.12 else refuses."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
     else:
@@ -24,5 +24,5 @@ def store_narrow(ref, value: jax.Array) -> None:
 
 
 def store_transposed(ref, value: jax.Array) -> None:
-    """value: [N, R] in the registers of tensor cores. ref: [R, N] in global memory."""
+    """value: [N, R] in the registers of tensor cores. ref: [R, N], not swizzled."""
     store_narrow(ref.transpose((1, 0)), plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED))

@@ -200,8 +200,8 @@ def test_short_sequences_are_not_split_and_long_ones_are():
 
 @pytest.fixture
 def without_layouts(monkeypatch):
-    """JAX's interpreter knows no layouts of registers and no tensor core product of them: `decode` gets what these are
-    without. Whether Hopper can do it, compiling for it says."""
+    """JAX's interpreter knows no layouts of registers, no tensor core product of them and no memory of two kinds:
+    `decode` gets what these are without. Whether Hopper can do it, compiling for it says."""
 
     def product(a, b_ref, before=0.0, transposed=False):
         a, b = (x[...].astype(jnp.float32) for x in (a, b_ref))
@@ -210,6 +210,7 @@ def without_layouts(monkeypatch):
     def store_transposed(ref, value):
         ref[...] = value.T
 
+    monkeypatch.setattr(plgpu, "RefUnion", lambda *refs: refs)
     monkeypatch.setattr(plgpu, "load", lambda ref, index=(), *, layout, optimized=True: ref[index])
     monkeypatch.setattr(
         plgpu, "broadcasted_iota", lambda dtype, shape, dim, layout: jax.lax.broadcasted_iota(dtype, shape, dim)
@@ -238,7 +239,10 @@ def interpreted_kernel(without_layouts, interpreter):
     ],
     ids=["bfloat16", "window", "int8", "many parts"],
 )
-def test_interpreted_kernel_equals_the_reference(lengths, page_size, is_int8, group, given, interpreted_kernel):
+def test_interpreted_kernel_equals_the_reference(
+    lengths, page_size, is_int8, group, given, interpreted_kernel, monkeypatch
+):
+    monkeypatch.setattr(kernel, "SLOTS", 4)  # blocks of some cases wait for others
     sizes = dict(kv_heads=1, group=group, head_dim=64, page_size=page_size, is_int8=is_int8)
     case = random_case(lengths, **sizes, window=given.get("window"))
     options = {name: given[name] for name in ("window", "soft_cap") if name in given} | dict(scale=SCALE)
