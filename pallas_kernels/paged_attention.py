@@ -13,8 +13,8 @@ q bfloat16; pages [Z, C, K, S, H], so that a page of a kv head is contiguous: bf
 token and kv head. Scores, sums and partial results are float32; probabilities are multiplied in bfloat16.
 
 The limit is memory bandwidth: keys and values are read once for all G heads, 4 H bytes per token and kv head (int8: 2 H
-+ 8). A ring buffer of `stages` steps is in flight, copied page by page (TMA): about 100 KB per block (bfloat16, H 128),
-two blocks per multiprocessor up to 32 heads per kv head (int8: about 55 KB, four). The tokens of a step are the rows of
++ 8). A ring buffer of `stages` steps is in flight, copied page by page (TMA): about 68 KB per block (bfloat16, H 128),
+so that at least two blocks run on a multiprocessor (int8: about 55 KB, four). The tokens of a step are the rows of
 the tensor-core products (keys times queries, transposed values times probabilities) and the R heads the columns, so
 nothing is computed for heads that do not exist. int8 is converted in registers: keys are multiplied from there, values
 go through shared memory, from which a product reads them transposed.
@@ -58,28 +58,22 @@ def problem(
     return ""
 
 
-def num_stages(is_int8: bool) -> int:
-    """Number of steps in flight. Two of int8, so that INT8_SLOTS blocks fit."""
-    return 2 if is_int8 else 3
-
-
 def decode(
     q_BNH: jax.Array, pages_ZCKSH: jax.Array, table_BP: jax.Array, lengths_B: jax.Array,
     scales_ZCKS: jax.Array | None = None, *, scale: float, window: int | None = None, soft_cap: float | None = None,
-    parts: int | None = None, block: int = 64, stages: int | None = None, **options
+    parts: int | None = None, block: int = 64, stages: int = 2, **options
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """-> (out [B, N, H] in q's dtype, natural log-sum-exp of the scores [B, N] float32; 0 and -inf for length 0).
 
     table: int32, page of tokens 0..S-1, S..2S-1, ...; any value for pages that are not read. lengths: int32, up to P S.
-    scales: of int8 pages, float32. parts, stages: None: from `num_parts` and `num_stages`. options: of
-    plgpu.kernel.
+    scales: of int8 pages, float32. parts: None: from `num_parts`. block: tokens of a step. stages: steps in flight.
+    options: of plgpu.kernel.
     """
     batch, num_heads, head_dim = q_BNH.shape
     num_pages, _, kv_heads, page_size = pages_ZCKSH.shape[:4]
     group = num_heads // kv_heads
     is_int8 = scales_ZCKS is not None
     rows = -(-group // 8) * 8
-    stages = stages or num_stages(is_int8)
     most_tokens = table_BP.shape[1] * page_size
     slots = INT8_SLOTS if is_int8 else SLOTS
     parts = parts or num_parts(batch * kv_heads, min(most_tokens, window or most_tokens), slots, block)
@@ -91,9 +85,10 @@ def decode(
         memory += [plgpu.SMEM((stages, 2, block), jnp.float32), swizzled((block, head_dim), q_BNH.dtype)]
     own = [swizzled((rows, head_dim), q_BNH.dtype), swizzled((rows, block), q_BNH.dtype)]
     # If blocks wait for others to end, long sequences come first: the last blocks run on a GPU that empties.
-    order_B = _longest_first(lengths_B) if batch * kv_heads * parts > slots else jnp.arange(batch, dtype=jnp.int32)
+    is_ordered = batch * kv_heads * parts > slots
+    order = (_longest_first(lengths_B),) if is_ordered else ()
     q_BKRH = jnp.pad(q_BNH.reshape(batch, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, rows - group), (0, 0)))
-    plan = _Plan(page_size, scale, window, soft_cap, parts, block, stages, is_int8)
+    plan = _Plan(page_size, scale, window, soft_cap, parts, block, stages, is_int8, is_ordered)
     copies = (4 if is_int8 else 2) * (block // page_size)
     scales = (scales_ZCKS.reshape(num_pages, -1, page_size),) if is_int8 else ()
     sums, stats = plgpu.kernel(
@@ -109,7 +104,7 @@ def decode(
         # threads read.
         compiler_params=plgpu.CompilerParams(approx_math=soft_cap is None, unsafe_no_auto_barriers=True),
         **options,
-    )(q_BKRH, pages_ZCKSH.reshape(num_pages, -1, page_size, head_dim), table_BP, lengths_B, order_B, *scales)
+    )(q_BKRH, pages_ZCKSH.reshape(num_pages, -1, page_size, head_dim), table_BP, lengths_B, *order, *scales)
     return joined(sums, stats, group, q_BNH.dtype, **options)
 
 
@@ -132,13 +127,15 @@ class _Plan:
     block: int
     stages: int
     is_int8: bool
+    is_ordered: bool
 
 
 class _Part:
     """What a block computes: a part of a sequence, for one kv head."""
 
-    def __init__(self, plan: _Plan, q_ref, pages_ref, table_ref, lengths_ref, order_ref, *refs):
+    def __init__(self, plan: _Plan, q_ref, pages_ref, table_ref, lengths_ref, *refs):
         self.plan = plan
+        order_ref, *refs = refs if plan.is_ordered else (None, *refs)
         self.scales_ref, *refs = refs if plan.is_int8 else (None, *refs)
         self.sums_ref, self.stats_ref, self.q_ready, self.full, self.q, self.probs, shared, self.values, *more = refs
         self.keys, self.sums = shared
@@ -148,7 +145,7 @@ class _Part:
         self.table_ref = table_ref
         kv_heads, self.rows, self.head_dim = q_ref.shape[1:]
         place, self.head, self.part = (lax.axis_index(name) for name in ("place", "head", "part"))
-        self.sequence = order_ref[place]
+        self.sequence = place if order_ref is None else order_ref[place]
         # Of its keys, and of its values, among those of a page.
         self.heads = self.head, pages_ref.shape[1] - kv_heads + self.head
         self.length = lengths_ref[self.sequence]

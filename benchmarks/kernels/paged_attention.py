@@ -20,7 +20,7 @@ from benchmarks.command_line import run
 from benchmarks.kernels.timing import about, copy_bandwidth, output_of, seconds_of
 from benchmarks.records import save
 from megajax.ops.paged_attention import quantise, reference_paged_attention
-from pallas_kernels.paged_attention import INT8_SLOTS, SLOTS, decode, num_stages
+from pallas_kernels.paged_attention import INT8_SLOTS, SLOTS, decode
 from pallas_kernels.parts import num_parts
 
 NUM_HEADS = 32
@@ -50,13 +50,13 @@ class Setting:
     is_int8: bool = False
     parts: int | None = None
     block: int = 64
-    stages: int | None = None
+    stages: int = 2
 
 
 SETTINGS = [
     *(Setting(BATCH, page_size) for page_size in (16, 64)),
     *(Setting(BATCH, 64, parts=parts) for parts in (2, 8)),
-    Setting(BATCH, 64, stages=2),
+    Setting(BATCH, 64, stages=3),
     Setting(BATCH, 64, block=128),
     *(Setting(8, 64, parts=parts) for parts in (None, 8)),
     *(Setting(1, 64, parts=parts) for parts in (None, 8)),
@@ -148,8 +148,7 @@ def measure(setting: Setting, pages: jax.Array, scales: jax.Array | None) -> dic
     num_bytes = 2 * setting.batch * TOKENS * KV_HEADS * (HEAD_DIM + 4 if setting.is_int8 else 2 * HEAD_DIM)
     slots = INT8_SLOTS if setting.is_int8 else SLOTS
     parts = setting.parts or num_parts(setting.batch * KV_HEADS, TOKENS, slots, setting.block)
-    stages = setting.stages or num_stages(setting.is_int8)
-    row = dataclasses.asdict(setting) | dict(parts=parts, stages=stages, microseconds=1e6 * seconds)
+    row = dataclasses.asdict(setting) | dict(parts=parts, microseconds=1e6 * seconds)
     return row | dict(gigabytes_per_second=num_bytes / seconds / 1e9)
 
 
