@@ -79,12 +79,12 @@ def decode(
     parts = parts or num_parts(batch * kv_heads, min(most_tokens, window or most_tokens), slots, block)
     result_dtype = dtype_of_sums(parts, q_BNH.dtype)
     ring = swizzled((stages, block, head_dim), pages_ZCKSH.dtype)
-    # Sums have the memory of the keys.
+    # The sums reuse the memory of the keys.
     memory = [plgpu.RefUnion(ring, plgpu.SMEM((rows, head_dim), result_dtype)), ring]
     if is_int8:
         memory += [plgpu.SMEM((stages, 2, block), jnp.float32), swizzled((block, head_dim), q_BNH.dtype)]
     own = [swizzled((rows, head_dim), q_BNH.dtype), swizzled((rows, block), q_BNH.dtype)]
-    # If blocks wait for others to end, long sequences come first: the last blocks run on a GPU that empties.
+    # Where blocks wait for others to end, the longest sequences come first, so that none of them ends alone.
     is_ordered = batch * kv_heads * parts > slots
     order = (_longest_first(lengths_B),) if is_ordered else ()
     q_BKRH = jnp.pad(q_BNH.reshape(batch, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, rows - group), (0, 0)))
@@ -109,7 +109,7 @@ def decode(
 
 
 def _longest_first(lengths_B: jax.Array) -> jax.Array:
-    """The numbers of the sequences, int32, by comparing all: a sort of XLA may be in no CUDA graph."""
+    """Indices of the sequences, int32, from comparisons: a CUDA graph cannot hold every sort of XLA."""
     number_B = jnp.arange(len(lengths_B), dtype=jnp.int32)
     is_longer_BB = lengths_B > lengths_B[:, None]
     is_as_long_BB = lengths_B == lengths_B[:, None]
