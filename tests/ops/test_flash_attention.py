@@ -249,7 +249,14 @@ def test_layer_without_rotation_gives_attention_its_product_as_it_is(key_bias, m
     with jax.set_mesh(make_test_mesh()):
         want = value_and_gradients("reference")
         stand_in(Pallas, kernel=joined_stand_in())  # has no other kernel
-        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), value_and_gradients("pallas"), want)
+        got = value_and_gradients("pallas")
+
+    def agree(a, b):
+        """To the rounding of float32 sums, whose terms are as large as the largest of them, 215. That of a key bias is
+        zero but for this rounding."""
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 + 5e-7 * np.abs(b).max())
+
+    jax.tree.map(agree, got, want)
 
 
 def test_vmap_of_the_op_and_of_its_gradient_joins_the_batch(make_test_mesh, stand_in):
