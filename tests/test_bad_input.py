@@ -296,25 +296,33 @@ def test_dropout_counters_of_a_long_sequence():
 # ----------------------------------------------------------------------------- as a person meets it
 
 
-def command_line(arguments: list[str]) -> tuple[int, str, str, float]:
-    """-> (exit code, stdout, stderr, seconds of a processor) of python train.py, with one CPU device."""
+def command_line(arguments: list[str | Path]) -> tuple[int, str, str, float]:
+    """-> (exit code, stdout, stderr, seconds of a processor) of python with these arguments and one CPU device."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, ROOT / "train.py", *arguments], env=environment, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=120)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return done.returncode, done.stdout, done.stderr, seconds
 
 
-def check_refused_on_the_command_line(arguments: list[str], tmp_path: Path, start: str) -> None:
+@pytest.fixture(scope="module")
+def seconds_of_imports() -> float:
+    """What importing the libraries takes here and now, about 3 seconds: most of what a refusal takes."""
+    code, _, err, seconds = command_line(["-c", "import jax, flax.nnx, optax, orbax.checkpoint"])
+    assert code == 0, err
+    return seconds
+
+
+def check_refused_on_the_command_line(arguments: list[str], tmp_path: Path, start: str, most_seconds: float) -> None:
     before = contents(tmp_path)
-    code, out, err, seconds = command_line(["--config=gpt_tiny", f"--run_dir={tmp_path / 'run'}", *MOCK, *arguments])
+    code, out, err, seconds = command_line(
+        [ROOT / "train.py", "--config=gpt_tiny", f"--run_dir={tmp_path / 'run'}", *MOCK, *arguments]
+    )
     assert (code, out) == (2, "")
     assert err.startswith(start) and err.count("\n") == 1 and "\x1b" not in err, err
     assert contents(tmp_path) == before
-    assert seconds < 5
+    assert seconds < most_seconds
 
 
 @pytest.mark.parametrize(
@@ -327,12 +335,13 @@ def check_refused_on_the_command_line(arguments: list[str], tmp_path: Path, star
         "--data.text=nowhere\nmegajax: finished\x1b[31m",  # a name that forges a line of the log
     ],
 )
-def test_command_prints_one_line_and_exits_with_2_within_5_seconds_of_a_processor(argument, tmp_path):
-    check_refused_on_the_command_line([argument], tmp_path, "error: ")
+def test_command_prints_one_line_and_exits_with_2_soon_after_the_imports(argument, tmp_path, seconds_of_imports):
+    check_refused_on_the_command_line([argument], tmp_path, "error: ", 2.5 * seconds_of_imports)
 
 
-def test_run_directory_in_use_by_another_process(tmp_path):
+def test_run_directory_in_use_by_another_process(tmp_path, seconds_of_imports):
     (tmp_path / "run").mkdir()
     with (tmp_path / "run" / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        check_refused_on_the_command_line([], tmp_path, f"error: run_dir={tmp_path / 'run'} is in use by another")
+        start = f"error: run_dir={tmp_path / 'run'} is in use by another"
+        check_refused_on_the_command_line([], tmp_path, start, 2.5 * seconds_of_imports)
