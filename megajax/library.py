@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 import configs
+from megajax import hub
 from megajax import run as runs
 from megajax.checkpoint.checkpointer import Checkpointer
 from megajax.checkpoint.steps import find_step
@@ -355,23 +356,28 @@ def _stacked(dataset, indices: range) -> dict[str, np.ndarray]:
     return {name: np.stack([sample[name] for sample in samples]) for name in samples[0]}
 
 
-def plan(config: Config, device: str = "h100") -> Plan:
+def plan(config: Config | str, device: str = "h100") -> Plan:
     """Estimates memory and speed of a run, without a GPU; a mesh axis of -1 counts as 1.
 
-    device: h100, h200, a100 or b200. Activations are estimated; `train.py --plan` compiles the step where it can.
-    Raises ValueError for an inconsistent configuration, and for an unknown device.
+    config: from `recipe`, or the name of a recipe: of hugging_face:ORG/NAME no weights are downloaded then. device:
+    h100, h200, a100 or b200. Activations are estimated; `train.py --plan` compiles the step where it can. Raises
+    ValueError for an inconsistent configuration, and for an unknown device.
     """
     gpu = plan_device(device)
-    config = config.for_plan()
-    title = f"plan of {config.run_dir.removeprefix('runs/')}"
-    return Plan.of(title, config.make_program(), config.training, gpu)
+    with hub.without_weights():
+        config = (recipe(config) if isinstance(config, str) else config).for_plan()
+        title = f"plan of {config.run_dir.removeprefix('runs/')}"
+        return Plan.of(title, config.make_program(), config.training, gpu)
 
 
-def search(config: Config, num_devices: int, device: str = "h100") -> list[Config]:
+def search(config: Config | str, num_devices: int, device: str = "h100") -> list[Config]:
     """The config on each mesh of that many GPUs that fits, with the microbatch size and the recomputation that are
-    predicted to be fastest there; the fastest mesh first. `plan` tells more of each.
+    predicted to be fastest there; the fastest mesh first. `plan` tells more of each. config: as in `plan`.
 
     Raises ValueError for an inconsistent configuration, and if no such mesh can run it.
     """
-    found = searched(config.with_steps(), num_devices, plan_device(device))
-    return [candidate.config for candidate in found.best]
+    with hub.without_weights():
+        config = recipe(config) if isinstance(config, str) else config
+        planned = dataclasses.replace(config.with_steps(), data=config.data.for_plan())
+        found = searched(planned, num_devices, plan_device(device))
+    return [dataclasses.replace(candidate.config, data=config.data) for candidate in found.best]

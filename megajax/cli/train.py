@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> None:
             "which recipe? --config=NAME; --list_configs shows all (python train.py --config=gpt_tiny); "
             "--run_dir=DIR alone resumes a run"
         )
-    with hub.without_weights() if options.plan else contextlib.nullcontext():
+    with hub.without_weights() if options.plan or wants_help else contextlib.nullcontext():
         config = _saved_config(overrides) if is_resumed else configs.recipe(options.config)
         _run(config, options, wants_help, overrides)
 

@@ -168,15 +168,24 @@ def test_a_tokenizer_of_the_hub_needs_no_weights(server, llama_folder):
     assert not any("safetensors" in request for request in server.requests)
 
 
+def planned(capsys) -> list[str]:
+    """The lines of a plan that are the same in each process."""
+    return [line for line in capsys.readouterr().out.splitlines() if "host memory" not in line]
+
+
 def test_a_plan_reads_no_weights_of_the_hub(server, llama_folder, monkeypatch, capsys):
     server.add("org/planned", llama_folder)
     server.files["org/planned"]["consolidated.safetensors"] = b"another copy"
     for plan in ("--plan", "--plan=search:2"):  # neither needs the data that a run would
         train.main([f"--config=hugging_face:{llama_folder}", plan])
-        _, *wanted = capsys.readouterr().out.splitlines()
+        _, *wanted = planned(capsys)
         train.main(["--config=hugging_face:org/planned", plan])
-        title, *found = capsys.readouterr().out.splitlines()
+        title, *found = planned(capsys)
         assert "hugging_face:org/planned" in title and found == wanted
+    train.main(["--config=hugging_face:org/planned", "--help"])
+    of_library = dict(megajax.plan("hugging_face:org/planned").rows)
+    assert of_library["parameters"] == dict(megajax.plan(f"hugging_face:{llama_folder}").rows)["parameters"]
+    assert megajax.search("hugging_face:org/planned", 2)[0].data.source == "indexed"  # as in the recipe
     assert "config.json" in server.read and "model.safetensors" not in server.read
     downloaded = fine_tuning("hugging_face:org/planned").checkpoint.source()[0]  # outside of a plan
     assert (downloaded / "model.safetensors").read_bytes() == (llama_folder / "model.safetensors").read_bytes()
