@@ -37,6 +37,7 @@ CHECKS = {
     "pages of 64, window, soft cap": dict(page_size=64, window=700, soft_cap=5.0, group=16, parts=5),
     "pages of 8, head dim 64, one head per kv head": dict(page_size=8, head_dim=64, group=1, parts=1),
     "pages of 16, 64 heads per kv head": dict(page_size=16, group=64),
+    "pages of 64, more blocks than run at once": dict(page_size=64, copies=17, parts=1),
     "int8, pages of 32": dict(page_size=32, is_int8=True),
     "int8, pages of 32, window, 33 heads per kv head": dict(page_size=32, is_int8=True, window=333, group=33),
     "int8, pages of 64, window, head dim 64": dict(page_size=64, is_int8=True, window=333, head_dim=64, parts=3),
@@ -116,8 +117,10 @@ def largest_errors(out, lse, wanted, wanted_lse) -> tuple[float, float]:
     return float((norm(out - wanted) / norm(wanted)).max()), float(np.abs(lse - wanted_lse).max())
 
 
-def check(*, page_size, head_dim=128, group=4, is_int8=False, parts=None, **options) -> tuple[float, float]:
-    lengths = [1, 0, 63, 64, 65, 500, 1029, 2047]
+def check(
+    *, page_size, head_dim=128, group=4, is_int8=False, parts=None, copies=1, **options
+) -> tuple[float, float]:  # fmt: skip
+    lengths = [1, 0, 63, 64, 65, 500, 1029, 2047] * copies
     sizes = dict(kv_heads=2, group=group, head_dim=head_dim, page_size=page_size, is_int8=is_int8)
     case = random_case(lengths, **sizes, window=options.get("window"))
     options |= dict(scale=head_dim**-0.5)
