@@ -140,18 +140,23 @@ def test_experts_are_the_formula_on_any_mesh(sizes, dispatch, make_test_mesh):
             assert terms.metrics["expert_rounds"] == rounds > 1
 
 
-@pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_tokens_that_a_mesh_does_not_divide_are_counted_once(batch, make_test_mesh):
-    """As when a few are generated: devices have the same ones."""
+@pytest.mark.parametrize("batch, length, sizes", [
+    (1, 3, dict(expert=2, fsdp=2, context=2)),
+    pytest.param(2, 3, dict(expert=2, fsdp=2, context=2), marks=pytest.mark.slow),
+    pytest.param(4, T, dict(expert=2, fsdp=2, tensor=2), marks=pytest.mark.slow),
+])  # fmt: skip
+def test_few_sequences_are_counted_once(batch, length, sizes, make_test_mesh):
+    """As when a few are generated, and devices have the same ones, or one on each replica, of which tensor splits the
+    tokens."""
     config = dataclasses.replace(CONFIG, dispatch="all_to_all")
     weights, x = cases()["as it comes"]
-    mesh = make_test_mesh(expert=2, fsdp=2, context=2)
+    mesh = make_test_mesh(**sizes)
     apply, _, weight_records = parts_of(config)
 
     def loss(apply, weights, x):
-        return jnp.sum(apply(weights, x) * cotangent()[:batch, :3])
+        return jnp.sum(apply(weights, x) * cotangent()[:batch, :length])
 
-    few = x[:batch, :3]
+    few = x[:batch, :length]
     reference = jax.value_and_grad(functools.partial(loss, formula), (0, 1))(weights, few)
     with jax.set_mesh(mesh):
         placed = jax.device_put(weights, weight_shardings(weight_records, mesh))
