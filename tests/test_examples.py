@@ -187,7 +187,7 @@ class Page:
         name = Path(given.run).name
         url = self._stack.enter_context(serving(engine, template=template, model_name=name, run=given.run))
         self._address = url.removeprefix("http://")
-        wait_until(lambda: subprocess.run(["curl", "-sf", f"{url}/health"], capture_output=True).returncode == 0, 60)
+        wait_until(lambda: subprocess.run(["curl", "-sf", f"{url}/health"], capture_output=True).returncode == 0)
 
 
 def run_page(name: str, folder: Path, tmp_path: Path, with_slow: bool) -> None:

@@ -29,7 +29,7 @@ with Checkpointer(sys.argv[1], CheckpointConfig(keep=0)) as checkpointer:
     checkpointer.wait()
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, usual[1]))  # as a full disk: no file grows above 1 kB
     save(2)
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while not checkpointer.failed_saves and time.monotonic() < end:
         checkpointer.check()
         time.sleep(0.05)

@@ -57,7 +57,7 @@ def test_workers_ignore_the_signals_of_a_terminal_and_end_with_their_parent(tmp_
 
 
 def wait_until(condition):
-    end = time.monotonic() + 10
+    end = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)

@@ -87,7 +87,7 @@ def running(app, config):
         gc.unfreeze()
 
 
-def wait_until(condition, seconds=20):
+def wait_until(condition, seconds=120):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"it did not happen within {seconds} seconds"

@@ -66,7 +66,7 @@ def replicas(runs):
         engines_from_run(runs, MeshConfig(data=2, fsdp=2), serving=ONE_ROW) as engines,
         serving(*engines, allow_load=True, run=str(runs)) as url,
     ):
-        wait_until(lambda: httpx2.get(f"{url}/health").is_success, 120)
+        wait_until(lambda: httpx2.get(f"{url}/health").is_success)
         yield engines, url
 
 
@@ -160,7 +160,7 @@ def test_a_process_that_ends_ends_the_server_and_its_requests(runs):
         engine.open()
         assert isinstance(engine.prompts.tokenizer, BytesTokenizer)
         with serving(engine, on_failure=failed.set) as url:
-            wait_until(lambda: httpx2.get(f"{url}/health").is_success, 120)
+            wait_until(lambda: httpx2.get(f"{url}/health").is_success)
             metrics = httpx2.get(f"{url}/metrics").text
             assert float(re.search("^megajax:compiled_programs_total.* (.*)$", metrics, re.M)[1]) > 0
             os.kill(engine.pid, signal.SIGTERM)  # is for the server

@@ -17,7 +17,7 @@ from megajax.mesh.config import MeshConfig, make_mesh
 from megajax.mesh.lowering import LOWERING, Lowering, Unlowered
 from megajax.mesh.sharding import constrain
 
-SECONDS = 60  # in which another process starts
+SECONDS = 120  # in which another process starts
 log = logging.getLogger("megajax")
 
 

@@ -235,7 +235,7 @@ def compute(begin, end):
     return np.full((end - begin, 2), begin)
 write_blocks({path!r}, {{"a": 1}}, (10, 2), "<i4", compute, 4)
 """
-    killed = subprocess.run([sys.executable, "-c", program], timeout=60)
+    killed = subprocess.run([sys.executable, "-c", program], timeout=120)
     assert killed.returncode == -9 and not (tmp_path / "x").exists()
     computed = []
 

@@ -224,7 +224,7 @@ def test_a_template_that_would_not_end_is_an_error_in_one_line(source):
     begin = time.monotonic()
     with pytest.raises(ValueError, match="^chat template: ") as error:
         ChatTemplate(source, {}, []).render([{"role": "user", "content": "a"}])
-    assert "\n" not in str(error.value) and time.monotonic() - begin < 5
+    assert "\n" not in str(error.value) and time.monotonic() - begin < 30
 
 
 def test_limits_leave_room_for_long_conversations():

@@ -71,6 +71,6 @@ def test_the_stop_text_that_ends_first_stops_however_tokens_split_it():
 
 def test_matching_stop_texts_takes_linear_time():
     stop = ["a" * 255 + "b", *("c" + "a" * length for length in range(240, 255))]
-    begin = time.monotonic()
+    begin = time.process_time()
     parts, _ = released(b"a" * 5000, stop)
-    assert len("".join(parts)) == 5000 and time.monotonic() - begin < 0.5
+    assert len("".join(parts)) == 5000 and time.process_time() - begin < 1
