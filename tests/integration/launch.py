@@ -141,7 +141,7 @@ def started(run_dir: Path, *arguments: str, num_processes: int = 1, devices_each
             if supervised(arguments):
                 process.popen.terminate()  # a supervisor that is killed leaves the run behind
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.popen.wait(20)
+                    process.popen.wait(120)
             process.popen.kill()
             process.popen.wait()
 

@@ -131,11 +131,13 @@ class Shapes(NamedTuple):
     def stages(self) -> list["Shapes"]:
         """What to compile first, what next, ..., up to all shapes: each stage has those before it.
 
-        Every stage serves every request: with the first one, sequences are decoded few at a time, and prompts are
-        computed in small chunks.
+        Every stage serves every request: with the first one, of two programs, sequences are decoded few at a time,
+        prompts are computed in small chunks, and short ones take as long as the longest.
         """
         chunks = self.chunks
-        found: list[Shapes] = []
+        smallest = [shape for shape in self.prefill if shape.tokens == chunks[0]]
+        longest = max(smallest, key=lambda shape: shape.pages)
+        found = [self._replace(rows=self.rows[:1], tables=self.tables[-1:], prefill=[longest])]
         for end in range(1, max(len(self.rows), len(chunks)) + 1):
             prefill = [shape for shape in self.prefill if shape.tokens in chunks[:end]]
             found.append(self._replace(rows=self.rows[:end], prefill=prefill))

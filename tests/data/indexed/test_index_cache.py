@@ -113,7 +113,7 @@ def test_another_process_waits_for_the_builder_and_logs_it(tmp_path, caplog):
 
     first = threading.Thread(target=lambda: results.append(load_or_build(str(tmp_path), "kind", {}, slow)["x"]))
     first.start()
-    assert building.wait(10)
+    assert building.wait(120)
     second = load_or_build(str(tmp_path), "kind", {}, never)["x"]  # a lock of its own: as another process would
     first.join(10)
     assert second.tolist() == results[0].tolist() == [0, 1, 2]

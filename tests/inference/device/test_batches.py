@@ -23,7 +23,7 @@ def test_few_programs_serve_any_request_and_the_others_come_in_stages():
     shapes = Shapes.of(sizes, max_length=8192, max_batch_tokens=serving.max_batch_tokens, has_kernel=False)
     stages = shapes.stages()
     counts = [len(stage.decode) + len(stage.prefill) for stage in stages]
-    assert counts == [4, 8, 12] and stages[-1] == shapes
+    assert counts == [2, 4, 8, 12] and stages[-1] == shapes
     for stage in stages:
         assert stage.fitting_decode(stage.rows[-1], 8192 // 64) in stage.decode  # the longest sequence
         assert stage.fitting_prefill(stage.chunks[-1], stage.most_pages) in stage.prefill

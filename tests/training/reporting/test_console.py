@@ -243,7 +243,7 @@ def test_in_a_terminal_a_spinner_says_what_takes_long_below_the_bar_and_log_line
     shown = b""
     while piece := _read(ours):
         shown += piece
-    assert process.wait(20) == 0
+    assert process.wait(120) == 0
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
     assert "compiling the train step 0:00:00" in text and "evaluating 0:00:00" in text
     # The bar moves with each step, also with those that have no line.
