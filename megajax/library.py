@@ -370,14 +370,12 @@ def plan(config: Config | str, device: str = "h100") -> Plan:
         return Plan.of(title, config.make_program(), config.training, gpu)
 
 
-def search(config: Config | str, num_devices: int, device: str = "h100") -> list[Config]:
+def search(config: Config, num_devices: int, device: str = "h100") -> list[Config]:
     """The config on each mesh of that many GPUs that fits, with the microbatch size and the recomputation that are
-    predicted to be fastest there; the fastest mesh first. `plan` tells more of each. config: as in `plan`.
+    predicted to be fastest there; the fastest mesh first. `plan` tells more of each.
 
     Raises ValueError for an inconsistent configuration, and if no such mesh can run it.
     """
-    with hub.without_weights():
-        config = recipe(config) if isinstance(config, str) else config
-        planned = dataclasses.replace(config.with_steps(), data=config.data.for_plan())
-        found = searched(planned, num_devices, plan_device(device))
+    planned = dataclasses.replace(config.with_steps(), data=config.data.for_plan())
+    found = searched(planned, num_devices, plan_device(device))
     return [dataclasses.replace(candidate.config, data=config.data) for candidate in found.best]
