@@ -137,7 +137,7 @@ class Shapes(NamedTuple):
         chunks = self.chunks
         smallest = [shape for shape in self.prefill if shape.tokens == chunks[0]]
         longest = max(smallest, key=lambda shape: shape.pages)
-        found = [self._replace(rows=self.rows[:1], tables=self.tables[-1:], prefill=[longest])]
+        found: list[Shapes] = [self._replace(rows=self.rows[:1], tables=self.tables[-1:], prefill=[longest])]
         for end in range(1, max(len(self.rows), len(chunks)) + 1):
             prefill = [shape for shape in self.prefill if shape.tokens in chunks[:end]]
             found.append(self._replace(rows=self.rows[:end], prefill=prefill))
