@@ -376,6 +376,5 @@ def search(config: Config, num_devices: int, device: str = "h100") -> list[Confi
 
     Raises ValueError for an inconsistent configuration, and if no such mesh can run it.
     """
-    planned = dataclasses.replace(config.with_steps(), data=config.data.for_plan())
-    found = searched(planned, num_devices, plan_device(device))
-    return [dataclasses.replace(candidate.config, data=config.data) for candidate in found.best]
+    found = searched(config.with_steps(), num_devices, plan_device(device))
+    return [candidate.config for candidate in found.best]

@@ -68,15 +68,17 @@ def search(
     """
     if not 1 <= num_devices <= MAX_DEVICES:
         raise ValueError(f"--plan=search:{num_devices}: the number of GPUs must be from 1 to {MAX_DEVICES}")
-    dataclasses.replace(config, mesh=MeshConfig()).check()
+    planned = dataclasses.replace(config, data=config.data.for_plan())
+    dataclasses.replace(planned, mesh=MeshConfig()).check()
     meshes = list(meshes_of(config, num_devices))
     batch_size = config.training.global_batch_size
     divisible = [mesh for mesh in meshes if batch_size % mesh.batch_shards == 0]
     estimator = _Estimator(device)
     best = []
     for mesh in watch(divisible):
-        if fitting := estimator.fitting(config, mesh):
-            best.append(min(fitting, key=_preference))
+        if fitting := estimator.fitting(planned, mesh):
+            fastest = min(fitting, key=_preference)
+            best.append(dataclasses.replace(fastest, config=dataclasses.replace(fastest.config, data=config.data)))
     if estimator.smallest is None:
         why = estimator.refusal or f"no mesh of them divides training.global_batch_size={batch_size}"
         raise ValueError(
@@ -149,7 +151,6 @@ def print_search(name: str, config: "Config", request: str) -> None:
         raise ValueError(f"--plan={request}: for how many GPUs? --plan=search:64, or search:64:h200")
     device = plan_device(kind or "h100")
     config.mesh.check()  # it is not used, but 0 devices on an axis are a mistake
-    config = dataclasses.replace(config, data=config.data.for_plan())
     if not sys.stderr.isatty():
         logger.info("searching the meshes of %s GPUs", number)
     with Progress(console=RichConsole(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:

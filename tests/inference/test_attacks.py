@@ -60,7 +60,7 @@ def test_connections_that_send_slowly_are_ended(impatient):
                 with contextlib.suppress(ConnectionResetError):
                     while connection.recv(10_000):
                         pass
-                assert time.monotonic() - begin < 20, sent
+                assert time.monotonic() - begin < 3, sent
         assert httpx2.get(f"{url}/health").status_code == 503
 
 
@@ -217,7 +217,7 @@ def test_cancelling_takes_linear_time():
     begin = time.process_time()
     for waits in reversed(waiting):
         line.remove(waits)
-    assert not line and not line.num_tokens and time.process_time() - begin < 5
+    assert not line and not line.num_tokens and time.process_time() - begin < 2
 
 
 @contextlib.contextmanager

@@ -221,10 +221,10 @@ ENDLESS = [
 
 @pytest.mark.parametrize("source", ENDLESS, ids=lambda source: source[:40])
 def test_a_template_that_would_not_end_is_an_error_in_one_line(source):
-    begin = time.monotonic()
+    begin = time.process_time()
     with pytest.raises(ValueError, match="^chat template: ") as error:
         ChatTemplate(source, {}, []).render([{"role": "user", "content": "a"}])
-    assert "\n" not in str(error.value) and time.monotonic() - begin < 30
+    assert "\n" not in str(error.value) and time.process_time() - begin < 5
 
 
 def test_limits_leave_room_for_long_conversations():
