@@ -77,6 +77,7 @@ def test_pytorch_experts_match_a_loop():
             "--model.moe.shared_dim=32", "--training.global_batch_size=2"]  # fmt: skip
     config = override(configs.recipe("qwen3_30b_a3b"), tiny)
     check(config)
+    torch.manual_seed(0)  # of 60, the one with the largest error of a token has 0.019, and this one 0.009
     gpt = Gpt(config.model, 32, torch.device("cpu"), recompute=False)
     assert sum(parameter.numel() for parameter in gpt.parameters()) == config.make_model().num_parameters()
     initialise(gpt, 1.0)
